@@ -1,0 +1,33 @@
+/* dkv: make, show, draw and run distance patterns. One file per command; tool.h is what they share. */
+#include "tool.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const struct {
+    const char *name, *what;
+    int (*run)(int argc, char **argv);
+} commands[] = {
+    {"info",    "show a pattern, and what it does to a context of a given length", command_info},
+    {"pattern", "make a pattern: full, streaming, random, by heads, from a text mask", command_pattern},
+    {"plot",    "draw a pattern as a PNG", command_plot},
+};
+
+enum { N_COMMANDS = sizeof commands / sizeof *commands };
+
+static void help(void) {
+    puts("usage: dkv COMMAND ...      KV-cache compression by relative distance\n");
+    for (int i = 0; i < N_COMMANDS; i++) printf("  %-8s  %s\n", commands[i].name, commands[i].what);
+    puts("\n`dkv COMMAND --help` lists a command's options; `dkv --version` prints the version.\n"
+         "Exit status: 0 done, 1 bad data, 2 bad arguments.");
+}
+
+int main(int argc, char **argv) {
+    if (argc < 2) usage("which command? see dkv --help");
+    if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h")) return help(), 0;
+    if (!strcmp(argv[1], "--version")) return printf("dkv %s\n", dkv_version()), 0;
+    for (int i = 0; i < N_COMMANDS; i++)
+        if (!strcmp(argv[1], commands[i].name)) return commands[i].run(argc - 1, argv + 1);
+    usage("no command '%s'; see dkv --help", argv[1]);
+}

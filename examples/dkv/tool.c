@@ -1,0 +1,171 @@
+#define _GNU_SOURCE
+#include "tool.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <getopt.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- errors -------------------------------------------------------------- */
+
+static void complain(const char *format, va_list args) {
+    fflush(stdout);
+    fputs("dkv: ", stderr);
+    vfprintf(stderr, format, args);
+    fputc('\n', stderr);
+}
+
+void fail(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    complain(format, args);
+    va_end(args);
+    exit(1);
+}
+
+void usage(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    complain(format, args);
+    va_end(args);
+    exit(2);
+}
+
+void *allocate(size_t count, size_t size) {
+    void *memory = calloc(count ? count : 1, size ? size : 1);
+    if (!memory) fail("out of memory (%zu * %zu bytes)", count, size);
+    return memory;
+}
+
+/* ---- options ------------------------------------------------------------- */
+
+enum { MAX_OPTIONS = 32, LONG_ONLY = 256 };
+
+static void print_help(const tool_option *options, const char *synopsis, const char *notes) {
+    printf("usage: %s\n\n", synopsis);
+    for (const tool_option *o = options; o->type != OPT_END; o++) {
+        char left[80], key[8] = "    ";
+        if (o->key) snprintf(key, sizeof key, "-%c, ", o->key);
+        snprintf(left, sizeof left, "%s--%s %s", key, o->name, o->value ? o->value : "");
+        if (strlen(left) > 28) printf("  %s\n%32s%s\n", left, "", o->help);
+        else printf("  %-28s  %s\n", left, o->help);
+    }
+    printf("  %-28s  %s\n", "    --help", "print this");
+    if (notes) printf("\n%s", notes);
+    exit(0);
+}
+
+static int choice_index(const tool_option *o, const char *text) {
+    size_t n = strlen(text);
+    const char *c = o->value;
+    for (int i = 0; c; i++, c = strchr(c, '|')) {
+        c += *c == '|';
+        if (n && n == strcspn(c, "|") && memcmp(c, text, n) == 0) return i;
+    }
+    usage("--%s must be one of %s, not '%s'", o->name, o->value, text);
+}
+
+static void store_value(const tool_option *o, const char *text) {
+    char *end = NULL;
+    errno = 0;
+    switch (o->type) {
+    case OPT_FLAG: *(bool *)o->target = true; return;
+    case OPT_TEXT: *(const char **)o->target = text; return;
+    case OPT_CHOICE: *(int *)o->target = choice_index(o, text); return;
+    case OPT_INT: {
+        long long value = strtoll(text, &end, 10);
+        if (end == text || *end || errno || !((double)value >= o->min && (double)value <= o->max))
+            usage("--%s must be a whole number in %.0f..%.0f, not '%s'", o->name, o->min, o->max, text);
+        *(int64_t *)o->target = value;
+        return;
+    }
+    case OPT_REAL: {
+        double value = strtod(text, &end);
+        if (end == text || *end || !(value >= o->min && value <= o->max))
+            usage("--%s must be a number in %g..%g, not '%s'", o->name, o->min, o->max, text);
+        *(double *)o->target = value;
+        return;
+    }
+    case OPT_END: break;
+    }
+}
+
+char **parse_options(int *argc, char **argv, const tool_option *options, const char *synopsis, const char *notes) {
+    struct option longs[MAX_OPTIONS + 2] = {{"help", no_argument, NULL, 'h'}};
+    char shorts[2 * MAX_OPTIONS + 3] = ":h", *s = shorts + 2;
+    for (int i = 0; options[i].type != OPT_END; i++) {
+        bool flag = options[i].type == OPT_FLAG;
+        longs[i + 1] = (struct option){options[i].name, flag ? no_argument : required_argument, NULL, LONG_ONLY + i};
+        if (options[i].key) *s++ = options[i].key;
+        if (options[i].key && !flag) *s++ = ':';
+    }
+    opterr = 0;
+    for (int c; (c = getopt_long(*argc, argv, shorts, longs, NULL)) != -1;) {
+        if (c == 'h') print_help(options, synopsis, notes);
+        if (c == ':') usage("%s needs a value; see dkv %s --help", argv[optind - 1], argv[0]);
+        if (c == '?') usage("no option %s; see dkv %s --help", argv[optind - 1], argv[0]);
+        int i = c - LONG_ONLY;
+        if (c < LONG_ONLY)
+            for (i = 0; options[i].key != c;) i++;
+        store_value(&options[i], optarg);
+    }
+    *argc -= optind;
+    return argv + optind;
+}
+
+/* ---- files --------------------------------------------------------------- */
+
+char *read_file(const char *path, size_t *bytes) {
+    FILE *f = fopen(path, "rb");
+    if (!f) fail("cannot read %s: %s", path, strerror(errno));
+    char *data = NULL;
+    size_t n = 0, capacity = 0, got;
+    do {
+        capacity = 2 * capacity + 65536;
+        if (!(data = realloc(data, capacity))) fail("out of memory reading %s", path);
+        n += got = fread(data + n, 1, capacity - 1 - n, f);
+    } while (got);
+    if (ferror(f)) fail("cannot read %s: %s", path, strerror(errno));
+    fclose(f);
+    data[n] = 0;
+    *bytes = n;
+    return data;
+}
+
+char *read_text(const char *path) {
+    size_t bytes;
+    char *text = read_file(path, &bytes);
+    if (strlen(text) != bytes) fail("%s is not a text file (it holds a zero byte)", path);
+    return text;
+}
+
+void load_pattern(dkv_pattern *out, const char *path) {
+    errno = 0;
+    dkv_result r = dkv_pattern_load(out, path, NULL);
+    if (r == DKV_ERR_IO) fail("cannot read %s: %s", path, strerror(errno));
+    if (r != DKV_OK) fail("%s: %s", path, dkv_result_string(r));
+}
+
+int64_t count_cells(const dkv_pattern *p) {
+    int64_t cells = 0;
+    for (int l = 0; l < p->L; l++)
+        for (int g = 0; g < p->Hkv; g++)
+            for (int64_t b = 0; b < p->D; b++) cells += dkv_union_get(p, l, g, b);
+    return cells;
+}
+
+const char *base_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+void print_json_object(cJSON *o) {
+    char *text = cJSON_Print(o);
+    if (!text) fail("out of memory");
+    puts(text);
+    cJSON_free(text);
+    cJSON_Delete(o);
+}

@@ -1,0 +1,57 @@
+/* tool.h: what the commands of dkv share. Every error is one line, "dkv: ...", that says what to do. */
+#ifndef TOOL_H
+#define TOOL_H
+
+#include "../../distance_kv.h"
+
+#include <stdbool.h>
+
+/* ---- errors -------------------------------------------------------------- */
+
+#define TOOL_PRINTF __attribute__((noreturn, format(printf, 1, 2)))
+TOOL_PRINTF void fail(const char *format, ...);  /* bad data: exit status 1 */
+TOOL_PRINTF void usage(const char *format, ...); /* bad arguments: exit status 2 */
+
+void *allocate(size_t count, size_t size); /* zeroed; fails when memory is short */
+
+/* ---- options ------------------------------------------------------------- */
+
+typedef enum { OPT_FLAG, OPT_INT, OPT_REAL, OPT_TEXT, OPT_CHOICE, OPT_END } option_type;
+
+/* One option: what it is called, what --help says, where its value goes. */
+typedef struct {
+    char key;           /* short name, 0: none */
+    const char *name;
+    const char *value;  /* what --help calls its value; for OPT_CHOICE the choices, "one|two|three" */
+    option_type type;
+    void *target;       /* bool, int64_t, double, const char *, int (index of the choice) */
+    double min, max;    /* of OPT_INT and OPT_REAL, inclusive */
+    const char *help;
+} tool_option;
+
+/* Fills the targets and returns the operands, argc of them. --help prints synopsis, options and notes, and exits. */
+char **parse_options(int *argc, char **argv, const tool_option *options, const char *synopsis, const char *notes);
+
+#define BEYOND_CHOICES "error|clamp|keep|drop" /* dkv_beyond */
+#define TYPE_CHOICES   "f32|f16|bf16"          /* dkv_type */
+
+struct cJSON;
+
+/* ---- files --------------------------------------------------------------- */
+
+char *read_file(const char *path, size_t *bytes);   /* with a zero behind the last byte */
+char *read_text(const char *path);                  /* the same, without zeros inside */
+void load_pattern(dkv_pattern *out, const char *path);
+const char *base_name(const char *path);
+
+int64_t count_cells(const dkv_pattern *p);          /* (layer, KV head, bin) that stay */
+void print_json_object(struct cJSON *o);            /* and frees it */
+
+/* ---- commands ------------------------------------------------------------ */
+
+int command_pattern(int argc, char **argv);
+int command_info(int argc, char **argv);
+int command_plot(int argc, char **argv);
+int command_run(int argc, char **argv);
+
+#endif
