@@ -1,0 +1,285 @@
+/* dkv pattern: makes pattern files.
+
+   All kinds fill one grid, [L][rows][D] of bits, nearest bin first, where a row is a KV head (what memory is spent on:
+   a physical budget) or a query head (a logical budget). A KV head's row goes to every query head of its group. */
+#include "../llama/gguf.h"
+#include "tool.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { FULL, STREAMING, RANDOM, HEADS, MASK };
+
+static int64_t L, H, Hkv, d, D, W = -1, S = -1, R = -1, context, seed;
+static double rho = -1, physical = -1;
+static const char *like, *heads, *mask, *model, *output;
+static int kind = -1;
+
+enum { MAX_SIDE = 65536, MAX_BINS = 1 << 20 }; /* dkv_pattern's ranges */
+static const double TWO_40 = 1099511627776., TWO_53 = 9007199254740992.;
+
+static const char NOTES[] =
+    "The shape comes from --like, or from --layers, --query-heads, --kv-heads and --head-dim.\n"
+    "\n"
+    "kinds\n"
+    "  full       every bit\n"
+    "  streaming  the nearest bins of all heads, as far as the budget reaches; the last bin by layer, then head\n"
+    "  random     as many bits, anywhere (--seed)\n"
+    "  heads      every bin of the query heads listed, nothing else:  --heads 7:0,7:1,14:6\n"
+    "  mask       a text file; '#' starts a comment, every other line is one row:\n"
+    "                 LAYER HEAD 1101000...     D characters, nearest bin first, 1 = keep\n"
+    "             in any order, each row once: L * Hkv rows by KV head, or L * H by query head.\n"
+    "The budget of streaming and random is --physical (share of the (layer, KV head, bin) cells) or --rho (share\n"
+    "of the (layer, query head, bin) bits), or, with --like PATTERN.dkv, as many cells as that pattern keeps.\n";
+
+/* ---- shape --------------------------------------------------------------- */
+
+static bool printable(char c) { return c >= ' ' && c <= '~'; }
+
+static int64_t model_int(const gguf *g, gguf_str arch, const char *name, int64_t absent) {
+    char key[128];
+    int64_t value;
+    snprintf(key, sizeof key, "%.*s.%s", (int)arch.len, arch.ptr, name);
+    return gguf_get_int(g, key, &value) ? value : absent;
+}
+
+static void shape_of_model(const char *path) {
+    static char name[64];
+    char err[256];
+    gguf *g;
+    gguf_str arch, title;
+    if (gguf_open(&g, path, err, sizeof err)) fail("%s", err);
+    if (!gguf_get_str(g, "general.architecture", &arch) || arch.len > 64) fail("%s names no architecture", path);
+    L = model_int(g, arch, "block_count", 0);
+    H = model_int(g, arch, "attention.head_count", 0);
+    Hkv = model_int(g, arch, "attention.head_count_kv", H);
+    if (L < 1 || H < 1 || Hkv < 1 || L > MAX_SIDE || H > MAX_SIDE)
+        fail("%s gives no usable layers or heads; use --layers, --query-heads, --kv-heads", path);
+    d = model_int(g, arch, "attention.key_length", model_int(g, arch, "embedding_length", 0) / H);
+    if (!D && !context) context = model_int(g, arch, "context_length", 0);
+    if (!model && gguf_get_str(g, "general.name", &title)) {
+        for (size_t i = 0; i < title.len && i + 1 < sizeof name; i++)
+            name[i] = printable(title.ptr[i]) ? title.ptr[i] : '?';
+        model = name;
+    }
+    gguf_close(g);
+}
+
+static void shape_of_pattern(const char *path) {
+    static dkv_pattern p; /* model points into it */
+    load_pattern(&p, path);
+    L = p.L, H = p.H, Hkv = p.Hkv, d = p.d;
+    if (W < 0) W = p.W;
+    if (S < 0) S = p.S;
+    if (R < 0) R = p.R;
+    if (!D && !context) D = p.D;
+    if (!model) model = p.model;
+    if ((kind == STREAMING || kind == RANDOM) && rho < 0 && physical < 0)
+        physical = (double)count_cells(&p) / (double)(L * Hkv * p.D);
+    dkv_pattern_free(&p, NULL);
+}
+
+static void find_shape(void) {
+    if (like) {
+        size_t n = strlen(like);
+        if (L || H || Hkv || d) usage("--like gives the shape; leave --layers and the other shape options out");
+        if (n > 4 && !strcmp(like + n - 4, ".dkv")) shape_of_pattern(like);
+        else shape_of_model(like);
+    }
+    if (!L || !H) usage("which shape? give --like FILE, or --layers and --query-heads; see dkv pattern --help");
+    if (!Hkv) Hkv = H;
+    if (W < 0) W = 128;
+    if (S < 0) S = 128;
+    if (R < 0) R = 1024;
+    if (H % Hkv) fail("%lld query heads cannot share %lld KV heads evenly", (long long)H, (long long)Hkv);
+}
+
+static void find_bins(void) {
+    if (D && context) usage("--bins and --ctx say the same thing; give one");
+    if (!D && context > S + R) D = (context - S - R + W - 1) / W;
+    if (!D && context) fail("a context of %lld tokens is all sink and recent (%lld + %lld); lower --sink or --recent",
+                            (long long)context, (long long)S, (long long)R);
+    if (!D) usage("how many bins? give --bins, or --ctx with the longest context");
+    if (D > MAX_BINS) fail("%lld bins are more than the format holds (%d); raise --bin-width", (long long)D, MAX_BINS);
+}
+
+/* ---- kinds --------------------------------------------------------------- */
+
+static void set_row_bit(dkv_pattern *p, int64_t l, int64_t row, int64_t rows, int64_t b) {
+    for (int64_t h = row * (H / rows); h < (row + 1) * (H / rows); h++)
+        dkv_bits_set((void *)(uintptr_t)p->bits, p, (int)l, (int)h, b, 1);
+}
+
+static uint64_t splitmix64(uint64_t *state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+/* Sets the budget's share of the L * rows * D bits: the nearest bins, or any, each set of them as likely as another
+   (selection sampling, Knuth's algorithm S). */
+static void fill_budget(dkv_pattern *p, int64_t rows) {
+    int64_t left = L * rows * D, wanted = llrint((physical >= 0 ? physical : rho) * (double)left);
+    uint64_t state = (uint64_t)seed;
+    for (int64_t b = 0; b < D; b++)
+        for (int64_t l = 0; l < L; l++)
+            for (int64_t row = 0; row < rows; row++, left--) {
+                double u = (double)(splitmix64(&state) >> 11) / TWO_53;
+                if (kind == RANDOM ? u * (double)left < (double)wanted : wanted > 0) {
+                    set_row_bit(p, l, row, rows, b);
+                    wanted--;
+                }
+            }
+}
+
+static void fill_heads(dkv_pattern *p) {
+    const char *c = heads;
+    for (int n; *c; c += n, c += *c == ',') {
+        long long l, h;
+        if (sscanf(c, "%lld:%lld%n", &l, &h, &n) != 2 || (c[n] && c[n] != ','))
+            usage("--heads must be layer:head,layer:head,...; cannot read '%s'", c);
+        if (l < 0 || l >= L || h < 0 || h >= H)
+            fail("--heads %lld:%lld is outside %lld layers of %lld query heads", l, h, (long long)L, (long long)H);
+        for (int64_t b = 0; b < D; b++) set_row_bit(p, l, h, H, b);
+    }
+}
+
+/* ---- text masks ---------------------------------------------------------- */
+
+typedef struct {
+    char *next;       /* rest of the text */
+    int line;
+    int64_t l, row;   /* LAYER HEAD, -1: not a number */
+    const char *bits; /* [n_bits] of '0' and '1' */
+    int64_t n_bits;
+} mask_reader;
+
+static int64_t read_index(char **c) {
+    char *start = *c;
+    int64_t value = strtoll(start, c, 10);
+    return *c > start && value >= 0 ? value : -1;
+}
+
+/* The next row of the mask, false at its end. */
+static bool next_mask_row(mask_reader *m) {
+    for (char *c; *(c = m->next);) {
+        char *end = c + strcspn(c, "#\r\n");
+        m->next = c + strcspn(c, "\n");
+        m->next += *m->next == '\n';
+        m->line++;
+        c += strspn(c, " \t");
+        if (c >= end) continue;
+        m->l = read_index(&c);
+        m->row = read_index(&c);
+        m->bits = c + strspn(c, " \t");
+        m->n_bits = (int64_t)strspn(m->bits, "01");
+        c = (char *)(uintptr_t)m->bits + m->n_bits;
+        if (m->l < 0 || m->row < 0 || !m->n_bits || c + strspn(c, " \t") != end)
+            fail("%s:%d: expected LAYER HEAD and a row of 0 and 1", mask, m->line);
+        return true;
+    }
+    return false;
+}
+
+/* Counts the rows and takes D from them: L * Hkv rows or L * H. Returns rows per layer. */
+static int64_t measure_mask(char *text) {
+    mask_reader m = {.next = text};
+    int64_t n = 0, wanted = D;
+    for (D = 0; next_mask_row(&m); n++, D = m.n_bits)
+        if (n && m.n_bits != D)
+            fail("%s:%d: %lld bins, the rows above have %lld", mask, m.line, (long long)m.n_bits, (long long)D);
+    if (n != L * Hkv && n != L * H)
+        fail("%s has %lld rows; %lld layers need %lld (by KV head) or %lld (by query head)", mask, (long long)n,
+             (long long)L, (long long)(L * Hkv), (long long)(L * H));
+    if (wanted && wanted != D) fail("%s has %lld bins, not --bins %lld", mask, (long long)D, (long long)wanted);
+    return n / L;
+}
+
+static void fill_mask(dkv_pattern *p, char *text, int64_t rows) {
+    mask_reader m = {.next = text};
+    bool *seen = allocate((size_t)(L * rows), sizeof *seen);
+    while (next_mask_row(&m)) {
+        if (m.l < 0 || m.l >= L || m.row < 0 || m.row >= rows)
+            fail("%s:%d: no layer %lld head %lld in %lld layers of %lld", mask, m.line, (long long)m.l,
+                 (long long)m.row, (long long)L, (long long)rows);
+        if (seen[m.l * rows + m.row]) fail("%s:%d: this row came before", mask, m.line);
+        seen[m.l * rows + m.row] = true;
+        for (int64_t b = 0; b < D; b++)
+            if (m.bits[b] == '1') set_row_bit(p, m.l, m.row, rows, b);
+    }
+    free(seen);
+}
+
+/* ---- the command --------------------------------------------------------- */
+
+static void check_arguments(void) {
+    bool budget = kind == STREAMING || kind == RANDOM;
+    if (kind < 0) usage("which --kind? see dkv pattern --help");
+    if (!output) usage("where to? give -o FILE.dkv");
+    if (kind == HEADS && !heads) usage("--kind heads needs --heads layer:head,...");
+    if (kind == MASK && !mask) usage("--kind mask needs --mask FILE");
+    if (rho >= 0 && physical >= 0) usage("--rho and --physical are two budgets; give one");
+    if (!budget && (rho >= 0 || physical >= 0)) usage("a budget belongs to --kind streaming or random");
+    if (model && strlen(model) > 63) usage("--model holds at most 63 characters");
+    for (const char *c = model; c && *c; c++)
+        if (!printable(*c)) usage("--model must be printable ASCII");
+    if (kind == FULL) rho = 1;
+}
+
+static void save(dkv_pattern *p) {
+    p->K = dkv_pattern_count(p);
+    if (p->rho < 0) p->rho = (double)p->K / (double)(L * H * D);
+    dkv_result r = dkv_pattern_save(p, output);
+    if (r != DKV_OK) fail("%s: %s", output, dkv_result_string(r));
+}
+
+int command_pattern(int argc, char **argv) {
+    const tool_option options[] = {
+        {0, "kind", "full|streaming|random|heads|mask", OPT_CHOICE, &kind, 0, 0, "what to make, see below"},
+        {'o', "output", "FILE", OPT_TEXT, &output, 0, 0, "the pattern file to write"},
+        {0, "like", "FILE", OPT_TEXT, &like, 0, 0, "shape of a model (.gguf) or of a pattern (.dkv)"},
+        {0, "layers", "L", OPT_INT, &L, 1, MAX_SIDE, "or the shape by hand"},
+        {0, "query-heads", "H", OPT_INT, &H, 1, MAX_SIDE, "query heads per layer"},
+        {0, "kv-heads", "HKV", OPT_INT, &Hkv, 1, MAX_SIDE, "KV heads per layer (default: H)"},
+        {0, "head-dim", "d", OPT_INT, &d, 1, MAX_SIDE, "head dimension (default: any)"},
+        {0, "bins", "D", OPT_INT, &D, 1, MAX_BINS, "distance bins"},
+        {0, "ctx", "T", OPT_INT, &context, 1, TWO_40, "or as many bins as a context of T tokens has"},
+        {0, "bin-width", "W", OPT_INT, &W, 1, TWO_40, "tokens per bin (default: 128)"},
+        {0, "sink", "S", OPT_INT, &S, 0, TWO_40, "first tokens, always kept (default: 128)"},
+        {0, "recent", "R", OPT_INT, &R, 0, TWO_40, "last tokens, always kept (default: 1024)"},
+        {0, "physical", "RATIO", OPT_REAL, &physical, 0, 1, "budget in (layer, KV head, bin) cells"},
+        {0, "rho", "RATIO", OPT_REAL, &rho, 0, 1, "budget in (layer, query head, bin) bits"},
+        {0, "seed", "N", OPT_INT, &seed, 0, TWO_53, "of --kind random (default: 0)"},
+        {0, "heads", "l:h,...", OPT_TEXT, &heads, 0, 0, "of --kind heads"},
+        {0, "mask", "FILE", OPT_TEXT, &mask, 0, 0, "of --kind mask"},
+        {0, "model", "TEXT", OPT_TEXT, &model, 0, 0, "model id to store (default: the GGUF's name)"},
+        {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
+    };
+    argv = parse_options(&argc, argv, options, "dkv pattern --kind KIND -o FILE [options]", NOTES);
+    if (argc) usage("what is '%s'? see dkv pattern --help", argv[0]);
+    check_arguments();
+    find_shape();
+    char *text = kind == MASK ? read_text(mask) : NULL;
+    int64_t rows = physical >= 0 ? Hkv : H;
+    if (text) rows = measure_mask(text);
+    else find_bins();
+
+    dkv_pattern p = {.L = (int32_t)L, .H = (int32_t)H, .Hkv = (int32_t)Hkv, .D = (int32_t)D, .d = (int32_t)d,
+                     .W = W, .S = S, .R = R, .seed = (uint64_t)seed, .rho = physical >= 0 ? physical : rho,
+                     .budget = rows < H || physical >= 0 ? DKV_BUDGET_PHYSICAL : DKV_BUDGET_LOGICAL};
+    snprintf(p.model, sizeof p.model, "%s", model ? model : "");
+    snprintf(p.tool, sizeof p.tool, "dkv %s", dkv_version());
+    void *bits = allocate((size_t)(L * H), (size_t)dkv_pattern_words(D) * 8);
+    p.bits = bits;
+    if (kind == MASK) fill_mask(&p, text, rows);
+    else if (kind == HEADS) fill_heads(&p);
+    else if (p.rho < 0) usage("how much? give --physical RATIO or --rho RATIO");
+    else fill_budget(&p, rows);
+    save(&p);
+    free(text);
+    free(bits);
+    return 0;
+}
