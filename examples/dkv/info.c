@@ -1,0 +1,152 @@
+/* dkv info: what a pattern is, and what it does to a context of T tokens. */
+#define _GNU_SOURCE
+#include "tool.h"
+
+#include <cjson/cJSON.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+static int64_t context = -1;
+static int beyond = DKV_BEYOND_ERROR;
+static bool json;
+
+static const char *const BUDGET_NAMES[] = {"logical", "physical"};
+
+/* The cache of a context, f16: kept and all rows, of K and V. 0 when the pattern serves any head dimension. */
+static int64_t f16_bytes(const dkv_pattern *p, int64_t rows) { return rows * 2 * p->d * dkv_type_bytes(DKV_F16); }
+
+static dkv_stats measure(const dkv_pattern *p, const char *path) {
+    dkv_stats s;
+    double bytes = 4. * p->L * p->Hkv * (p->d ? p->d : 1) * (double)context;
+    if (bytes > 9007199254740992.) fail("a context of %lld tokens is too long to count its bytes", (long long)context);
+    dkv_result r = dkv_dry_run(&s, p, context, (dkv_beyond)beyond);
+    if (r == DKV_ERR_RANGE)
+        fail("%s reaches %lld tokens, not %lld; choose --beyond clamp, keep or drop", path,
+             (long long)dkv_max_context(p), (long long)context);
+    if (r != DKV_OK) fail("%s: %s", path, dkv_result_string(r));
+    return s;
+}
+
+/* ---- json ---------------------------------------------------------------- */
+
+static void number(cJSON *o, const char *key, int64_t value) { cJSON_AddNumberToObject(o, key, (double)value); }
+
+static void print_json(const dkv_pattern *p, const dkv_stats *s) {
+    char hex[20];
+    cJSON *o = cJSON_CreateObject();
+    number(o, "layers", p->L);
+    number(o, "heads", p->H);
+    number(o, "kv_heads", p->Hkv);
+    number(o, "bins", p->D);
+    number(o, "head_dim", p->d);
+    number(o, "bin_width", p->W);
+    number(o, "sink", p->S);
+    number(o, "recent", p->R);
+    number(o, "max_context", dkv_max_context(p));
+    cJSON_AddStringToObject(o, "budget", BUDGET_NAMES[p->budget]);
+    cJSON_AddNumberToObject(o, "rho", p->rho);
+    number(o, "ones", p->K);
+    number(o, "cells", count_cells(p));
+    cJSON_AddStringToObject(o, "model", p->model);
+    cJSON_AddStringToObject(o, "tool", p->tool);
+    snprintf(hex, sizeof hex, "%08x", dkv_pattern_crc(p));
+    cJSON_AddStringToObject(o, "crc", hex);
+    snprintf(hex, sizeof hex, "%016llx", (unsigned long long)p->data_hash);
+    cJSON_AddStringToObject(o, "data_hash", hex);
+    snprintf(hex, sizeof hex, "%llu", (unsigned long long)p->seed); /* text: a double does not hold 64 bits */
+    cJSON_AddStringToObject(o, "seed", hex);
+    if (s) {
+        number(o, "context_tokens", context);
+        cJSON_AddNumberToObject(o, "logical_ratio", s->logical);
+        cJSON_AddNumberToObject(o, "physical_ratio", s->physical);
+        cJSON_AddNumberToObject(o, "physical_ratio_total", s->physical_total);
+    }
+    if (s && p->d) {
+        number(o, "kv_bytes_dense", f16_bytes(p, s->total));
+        number(o, "kv_bytes_packed", f16_bytes(p, s->kept));
+    }
+    print_json_object(o);
+}
+
+/* ---- text ---------------------------------------------------------------- */
+
+static void print_pattern(const dkv_pattern *p, const char *path) {
+    char dim[32] = "any";
+    if (p->d) snprintf(dim, sizeof dim, "%d", p->d);
+    printf("%s\n", base_name(path));
+    printf("  model     %s\n", p->model[0] ? p->model : "(none named)");
+    printf("  shape     %d layers, %d query heads, %d KV heads, head dimension %s\n", p->L, p->H, p->Hkv, dim);
+    printf("  bins      %d of %lld tokens, sink %lld, recent %lld: contexts up to %lld tokens\n", p->D, (long long)p->W,
+           (long long)p->S, (long long)p->R, (long long)dkv_max_context(p));
+    printf("  budget    %s, rho %g\n", BUDGET_NAMES[p->budget], p->rho);
+    printf("  keeps     %lld of %lld (layer, query head, bin), %lld of %lld (layer, KV head, bin)\n", (long long)p->K,
+           (long long)p->L * p->H * p->D, (long long)count_cells(p), (long long)p->L * p->Hkv * p->D);
+    printf("  made by   %s, CRC %08x\n", p->tool[0] ? p->tool : "(unknown)", dkv_pattern_crc(p));
+}
+
+static void print_stats(const dkv_pattern *p, const dkv_stats *s) {
+    printf("\nAt a context of %lld tokens\n", (long long)context);
+    printf("  logical ratio     %.3f   of (layer, query head, bin)\n", s->logical);
+    printf("  physical ratio    %.3f   of KV rows between sink and recent\n", s->physical);
+    printf("    with both       %.3f   of all KV rows: what memory follows\n", s->physical_total);
+    if (p->d)
+        printf("  KV cache, f16     %.1f MB dense, %.1f MB packed\n", (double)f16_bytes(p, s->total) / 1e6,
+               (double)f16_bytes(p, s->kept) / 1e6);
+}
+
+/* Share of the KV heads of layer l that keep bins [from, to). */
+static double share(const dkv_pattern *p, int l, int64_t from, int64_t to) {
+    int64_t kept = 0;
+    for (int g = 0; g < p->Hkv; g++)
+        for (int64_t b = from; b < to; b++) kept += dkv_union_get(p, l, g, b);
+    return (double)kept / (double)((to - from) * p->Hkv);
+}
+
+static const char *shade(double share_kept) {
+    static const char *const blocks[] = {"·", "░", "▒", "▓", "█"};
+    return blocks[(int)ceil(4 * share_kept)]; /* "·" only for nothing */
+}
+
+/* A row per layer, a column per bin, or per few bins when the terminal is narrow; distances are at the columns' start. */
+static void print_heat_map(const dkv_pattern *p) {
+    struct winsize size = {.ws_col = 80};
+    ioctl(STDOUT_FILENO, TIOCGWINSZ, &size);
+    int64_t room = size.ws_col > 40 ? size.ws_col - 16 : 24, per = (p->D + room - 1) / room;
+    int columns = (int)((p->D + per - 1) / per);
+    printf("\nKept, by layer and distance from the context's end (· none  ░ a quarter of the KV heads  █ all)\n"
+           "  layer  %-*lld%*lld\n", columns / 2, (long long)p->R, columns - columns / 2,
+           (long long)(p->R + p->W * p->D));
+    for (int l = 0; l < p->L; l++) {
+        printf("  %5d  ", l);
+        for (int64_t b = 0; b < p->D; b += per)
+            fputs(shade(share(p, l, b, b + per < p->D ? b + per : p->D)), stdout);
+        printf(" %3.0f %%\n", 100 * share(p, l, 0, p->D));
+    }
+}
+
+int command_info(int argc, char **argv) {
+    const tool_option options[] = {
+        {0, "ctx", "T", OPT_INT, &context, 0, 1099511627776., "show ratios and bytes at a context of T tokens"},
+        {0, "beyond", BEYOND_CHOICES, OPT_CHOICE, &beyond, 0, 0, "positions beyond the last bin (default: error)"},
+        {0, "json", NULL, OPT_FLAG, &json, 0, 0, "print JSON"},
+        {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
+    };
+    argv = parse_options(&argc, argv, options, "dkv info PATTERN.dkv [options]", NULL);
+    if (argc != 1) usage("give one pattern file; see dkv info --help");
+    dkv_pattern p;
+    load_pattern(&p, argv[0]);
+    dkv_stats stats = {0};
+    if (context >= 0) stats = measure(&p, argv[0]);
+    if (json) {
+        print_json(&p, context >= 0 ? &stats : NULL);
+    } else {
+        print_pattern(&p, argv[0]);
+        if (context >= 0) print_stats(&p, &stats);
+        if (isatty(STDOUT_FILENO)) print_heat_map(&p);
+    }
+    dkv_pattern_free(&p, NULL);
+    return 0;
+}
