@@ -95,8 +95,8 @@ static void test_q4_k(void **state) {
     expect_row(row, GGUF_Q4_K, want, 256);
 }
 
-/* 6-bit weight w of half s (128 weights): w = 32 c + i, c = 0..3; low nibbles in byte 64 s + 32 (c % 2) + i, in its high
-   half when c >= 2; the top 2 bits in byte 32 s + i at 2 c; one int8 scale per 16. */
+/* 6-bit weight w of half s (128 weights): w = 32 c + i, c = 0..3; low nibbles in byte 64 s + 32 (c % 2) + i, in its
+   high half when c >= 2; the top 2 bits in byte 32 s + i at 2 c; one int8 scale per 16. */
 static void test_q6_k(void **state) {
     (void)state;
     uint8_t row[210] = {0};

@@ -288,6 +288,12 @@ static float dot_scalar(const void *row, const float *x, int64_t n, int type) {
 
 #if defined(__x86_64__)
 
+/* Weights stream through once, and the hardware's own prefetch of a stream reaches 0.77 of the memory's rate here where
+   asking for it this far ahead reaches all of it. May point past the end: a prefetch never faults. */
+enum { AHEAD = 2048 };
+
+INLINE void prefetch(const void *p) { _mm_prefetch((const char *)((uintptr_t)p + AHEAD), _MM_HINT_T0); }
+
 /* AVX2 has s16 pair sums only. 8-bit u comes as u - 128: |u - 128| times q with the sign moved to it fits them, as
    2 * 128 * 127 < 2^15. 4-bit u needs no sign. */
 AVX2 INLINE __m256i dot4_avx2(__m256i sum, __m256i u, const int8_t *q4, int bits) {
@@ -307,6 +313,7 @@ AVX2 INLINE __m256 scales_avx2(const uint8_t *f16x8, float by) {
 AVX2 INLINE void sums_avx2(__m256i s[2], const uint8_t *u, const int8_t *q, int bits, int half) {
     const __m256i low_mask = _mm256_set1_epi8(15), top = _mm256_set1_epi8((char)128);
     for (int j = 0; j < bits; j++) {
+        if (half == 0) prefetch(u + 64 * j);
         __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)(u + 64 * j + 32 * half));
         if (bits == 8) {
             s[j / 4] = dot4_avx2(s[j / 4], _mm256_xor_si256(v, top), q + 4 * j, 8);
@@ -358,9 +365,11 @@ AVX2 INLINE __m256 load_avx2(const uint8_t *p, int64_t i, int type) {
 AVX2 INLINE float dot_floats_avx2(const uint8_t *row, const float *x, int64_t n, int type) {
     __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
     int64_t i = 0;
-    for (; i + 32 <= n; i += 32)
+    for (; i + 32 <= n; i += 32) {
+        for (int k = 0; k < (type == GGUF_F32 ? 2 : 1); k++) prefetch(row + i * (type == GGUF_F32 ? 4 : 2) + 64 * k);
         for (int k = 0; k < 4; k++)
             sum[k] = _mm256_fmadd_ps(load_avx2(row, i + 8 * k, type), _mm256_loadu_ps(x + i + 8 * k), sum[k]);
+    }
     float lanes[8], total = dot_scalar(row + i * (int64_t)gguf_row_bytes(type, 1), x + i, n - i, type);
     _mm256_storeu_ps(lanes, _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3])));
     for (int k = 0; k < 8; k++) total += lanes[k];
@@ -387,6 +396,7 @@ VNNI INLINE __m512 scales_vnni(const uint8_t *f16x16, float by) {
 VNNI INLINE void sums_vnni(__m512i s[2], const uint8_t *u, const int8_t *q, int bits) {
     const __m512i low_mask = _mm512_set1_epi8(15);
     for (int j = 0; j < bits; j++) {
+        prefetch(u + 64 * j);
         __m512i v = _mm512_loadu_si512(u + 64 * j);
         if (bits == 8) {
             s[j / 4] = dot4_vnni(s[j / 4], v, q + 4 * j);
