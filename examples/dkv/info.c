@@ -79,8 +79,8 @@ static void print_pattern(const dkv_pattern *p, const char *path) {
     printf("%s\n", base_name(path));
     printf("  model     %s\n", p->model[0] ? p->model : "(none named)");
     printf("  shape     %d layers, %d query heads, %d KV heads, head dimension %s\n", p->L, p->H, p->Hkv, dim);
-    printf("  bins      %d of %lld tokens, sink %lld, recent %lld: contexts up to %lld tokens\n", p->D, (long long)p->W,
-           (long long)p->S, (long long)p->R, (long long)dkv_max_context(p));
+    printf("  bins      %d of %lld tokens, sink %lld, recent %lld: contexts up to %lld tokens\n", p->D,
+           (long long)p->W, (long long)p->S, (long long)p->R, (long long)dkv_max_context(p));
     printf("  budget    %s, rho %g\n", BUDGET_NAMES[p->budget], p->rho);
     printf("  keeps     %lld of %lld (layer, query head, bin), %lld of %lld (layer, KV head, bin)\n", (long long)p->K,
            (long long)p->L * p->H * p->D, (long long)count_cells(p), (long long)p->L * p->Hkv * p->D);
@@ -110,13 +110,13 @@ static const char *shade(double share_kept) {
     return blocks[(int)ceil(4 * share_kept)]; /* "·" only for nothing */
 }
 
-/* A row per layer, a column per bin, or per few bins when the terminal is narrow; distances are at the columns' start. */
+/* A row per layer, a column per bin, or per few bins when the terminal is narrow. */
 static void print_heat_map(const dkv_pattern *p) {
     struct winsize size = {.ws_col = 80};
     ioctl(STDOUT_FILENO, TIOCGWINSZ, &size);
     int64_t room = size.ws_col > 40 ? size.ws_col - 16 : 24, per = (p->D + room - 1) / room;
     int columns = (int)((p->D + per - 1) / per);
-    printf("\nKept, by layer and distance from the context's end (· none  ░ a quarter of the KV heads  █ all)\n"
+    printf("\nKept by layer and distance from the context's end (· none, ░ a quarter of the KV heads, █ all)\n"
            "  layer  %-*lld%*lld\n", columns / 2, (long long)p->R, columns - columns / 2,
            (long long)(p->R + p->W * p->D));
     for (int l = 0; l < p->L; l++) {

@@ -122,22 +122,24 @@ static const char SCRIPT[] =
     "set ytics 0,20,100\n"
     "set key top right samplen 1.5\n"
 
+    "set boxwidth 1\n"
+    "set style fill solid border lc rgb '#6baed6'\n"
+    "kv = both ? 'physical: KV heads' : ''\n"
+    "query = both ? 'logical: query heads' : ''\n"
+
     "set title 'Retention by layer'\n"
     "set xlabel 'layer'\n"
     "set format x '%g'\n"
     "set xrange [-0.7:layers - 0.3]\n"
-    "plot $by_layer using 1:2 with boxes lc rgb '#6baed6' fs solid border lc rgb '#6baed6' title both ? 'physical: KV heads' : '', \\\n"
-    "     $by_layer using 1:(both ? $3 : NaN) with points pt 7 ps 1 lc rgb '#08306b' \\\n"
-    "     title both ? 'logical: query heads' : ''\n"
+    "plot $by_layer using 1:2 with boxes lc rgb '#6baed6' title kv, \\\n"
+    "     $by_layer using 1:(both ? $3 : NaN) with points pt 7 ps 1 lc rgb '#08306b' title query\n"
 
     "set title 'Retention by distance'\n"
     "set xlabel 'distance from the end of the context, tokens'\n"
     "set xrange [near:far]\n"
     "if (far >= 10000) { set format x '%.0s%c' }\n"
-    "plot $by_distance using ($1 + width / 2):2:(width) with boxes lc rgb '#6baed6' fs solid border lc rgb '#6baed6' \\\n"
-    "     title both ? 'physical: KV heads' : '', \\\n"
-    "     $by_distance using ($1 + width / 2):(both ? $3 : NaN) with lines lw 2.5 lc rgb '#08306b' \\\n"
-    "     title both ? 'logical: query heads' : ''\n"
+    "plot $by_distance using ($1 + width / 2.):2:(width) with boxes lc rgb '#6baed6' title kv, \\\n"
+    "     $by_distance using ($1 + width / 2.):(both ? $3 : NaN) with lines lw 2.5 lc rgb '#08306b' title query\n"
     "unset multiplot\n";
 
 static void write_script(FILE *out, const dkv_pattern *p) {
@@ -149,9 +151,9 @@ static void write_script(FILE *out, const dkv_pattern *p) {
     for (const char *c = p->model; *c; c++) fputs(*c == '\'' ? "''" : (char[]){*c, 0}, out);
     fprintf(out, "%s%d layers, %d query heads, %d KV heads, %d bins of %lld tokens'\n", p->model[0] ? ": " : "", p->L,
             p->H, p->Hkv, p->D, (long long)p->W);
-    fprintf(out, "ratios = \"kept between the first %lld and the last %lld tokens: %.1f %% of the KV cache (physical), "
-            "%.1f %% of the query heads' bins (logical)\"\n", (long long)p->S, (long long)p->R, 100 * all.physical,
-            100 * all.logical);
+    fprintf(out, "ratios = \"kept between the first %lld and the last %lld tokens: ", (long long)p->S, (long long)p->R);
+    fprintf(out, "%.1f %% of the KV cache (physical), %.1f %% of the query heads' bins (logical)\"\n",
+            100 * all.physical, 100 * all.logical);
     fputs(SCRIPT, out);
 }
 
