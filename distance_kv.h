@@ -179,10 +179,10 @@ typedef enum dkv_budget { DKV_BUDGET_LOGICAL = 0, DKV_BUDGET_PHYSICAL = 1 } dkv_
 /* M[L][H][D] and where it applies (paper 3.2). Bits point into caller memory: rows [L][H] of dkv_pattern_words(D)
    little-endian 64-bit words at any alignment, bin b in bit b % 64 of word b / 64, bits past D zero. */
 typedef struct dkv_pattern {
-    int32_t     L, H, Hkv;  /* 1..65536 each; H % Hkv == 0 */
+    int32_t     L, H, Hkv;  /* 1..4096 each; H % Hkv == 0 */
     int32_t     D;          /* bins, 1..2^20 */
-    int32_t     d;          /* head dimension of K, 0..65536; 0: any */
-    int64_t     W, S, R;    /* bin width 1..2^40, sink 0..2^40, recent 0..2^40 (paper: 128, 128, 1024) */
+    int32_t     d;          /* head dimension of K, 1..576; 0: any */
+    int64_t     W, S, R;    /* bin width 1..2^36, sink and recent 0..2^36 (paper: 128, 128, 1024) */
     dkv_budget  budget;     /* what rho counts: bits of M, or (layer, KV head, bin) cells */
     double      rho;        /* target ratio, 0..1 */
     int64_t     K;          /* ones in M */
@@ -303,7 +303,7 @@ DKV_API dkv_result dkv_plan_refine(dkv_plan *plan, void *mem, size_t *bytes, con
 DKV_API void    dkv_plan_positions(const dkv_plan *plan, int l, int g, int64_t *positions);
 DKV_API int64_t dkv_plan_row(const dkv_plan *plan, int l, int g, int64_t pos); /* packed row of pos, -1: evicted */
 
-/* What compression does at T_c, from the pattern alone. The two ratios are different things: memory follows physical. */
+/* What compression does at T_c, from the pattern alone. Two ratios, two things: memory follows the physical one. */
 typedef struct dkv_stats {
     int64_t kept, total;                          /* KV positions over all (layer, KV head), whole context */
     int64_t compressible_kept, compressible;      /* the same without sink and recent */
@@ -346,8 +346,8 @@ typedef struct dkv_segment {
 
 DKV_API dkv_segment dkv_strided(dkv_tensor k, dkv_tensor v, int64_t n);
 
-/* Packs the survivors of layer l, in order. source holds all plan->T_c positions (row i = position i) of K [T_c][Hkv][d_k]
-   and V [T_c][Hkv][d_v], K already rotated. mem NULL: *bytes = size needed. out refers to plan->rows: keep the plan.
+/* Packs the survivors of layer l, in order. source holds all plan->T_c positions (row i = position i) of
+   K [T_c][Hkv][d_k] and V [T_c][Hkv][d_v], K already rotated. mem NULL: *bytes = size needed. out refers to plan->rows: keep the plan.
    Rounds to type; a NaN stays a NaN. CAPACITY, ALIGN, OVERLAP (source against mem), SHAPE, TYPE. */
 DKV_API dkv_result dkv_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type type, const dkv_plan *plan, int l,
                             int d_k, int d_v, const dkv_segment *source);
@@ -402,12 +402,12 @@ DKV_API dkv_result dkv_attend_combine(const dkv_attention *a, int64_t n, void *w
    One allocation each for the shared part and the tail. Destroying the last fork frees the shared part. */
 typedef struct dkv_cache dkv_cache;
 
-/* Copies the plan. The plan with T_c = 0 gives a plain dense cache. shape->H may be 0 if unused. SHAPE, TYPE, MEMORY. */
+/* Copies the plan. The plan with T_c = 0 gives a plain dense cache. SHAPE, TYPE, FIELD (capacity), MEMORY. */
 DKV_API dkv_result dkv_cache_create(dkv_cache **out, const dkv_plan *plan, const dkv_shape *shape, dkv_type type,
                                     int64_t capacity, const dkv_allocator *alloc);
 DKV_API void       dkv_cache_destroy(dkv_cache *c); /* NULL is allowed */
 
-/* Packs layer l once, from all T_c dense rows. Layers may come in any order, from several threads. STATE if done before. */
+/* Packs layer l once, from all T_c dense rows. Layers may come in any order and from several threads. STATE: done before. */
 DKV_API dkv_result dkv_cache_pack(dkv_cache *c, int l, const dkv_segment *source);
 
 /* Appends n rows of K [n][Hkv][d_k] and V [n][Hkv][d_v] to the tail of layer l. CAPACITY: nothing was appended. */
@@ -444,3 +444,2543 @@ DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t b
 }
 #endif
 #endif /* DISTANCE_KV_H */
+
+#ifdef DISTANCE_KV_IMPLEMENTATION
+#ifndef DKV__IMPLEMENTED
+#define DKV__IMPLEMENTED
+
+/* ==========================================================================
+   [BASE]  compiler, element conversion, little-endian bytes, CRC, allocator
+   in:  bytes of any alignment
+   out: values; nothing here knows what they mean
+   ========================================================================== */
+#include <math.h>
+#include <string.h>
+
+#ifndef DKV_ASSERT
+#include <assert.h>
+#define DKV_ASSERT(x) assert(x)
+#endif
+
+#ifndef DKV_NO_STDIO
+#include <stdio.h>
+#include <stdlib.h>
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define DKV__PRIVATE static __attribute__((unused))
+#define DKV__INLINE  static inline __attribute__((always_inline, unused))
+#define DKV__ATOMIC_LOAD(p)     __atomic_load_n(p, __ATOMIC_ACQUIRE)
+#define DKV__ATOMIC_STORE(p, v) __atomic_store_n(p, v, __ATOMIC_RELEASE)
+#define DKV__ATOMIC_ADD(p, v)   __atomic_add_fetch(p, v, __ATOMIC_ACQ_REL) /* the new value */
+#else
+#ifdef _MSC_VER
+#include <intrin.h>
+#define DKV__ATOMIC_ADD(p, v)   (_InterlockedExchangeAdd((volatile long *)(p), v) + (v))
+#endif
+#define DKV__PRIVATE static
+#define DKV__INLINE  static inline
+#define DKV__ATOMIC_LOAD(p)     (*(volatile int *)(p))
+#define DKV__ATOMIC_STORE(p, v) (*(volatile int *)(p) = (v))
+#endif
+
+#if defined(__clang__)
+#define DKV__UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__GNUC__)
+#define DKV__UNROLL _Pragma("GCC unroll 16")
+#else
+#define DKV__UNROLL
+#endif
+
+#define DKV__ALIGN 64   /* of every buffer that leaves read: a cache line, a 512-bit register */
+#define DKV__MAX_D 576  /* largest head dimension (MLA's latent K) */
+#define DKV__FAR   ((int64_t)1 << 36) /* limit of lengths that a file or caller may name: totals stay in 64 bits */
+
+DKV__INLINE int64_t dkv__min(int64_t a, int64_t b) { return a < b ? a : b; }
+DKV__INLINE int64_t dkv__max(int64_t a, int64_t b) { return a > b ? a : b; }
+DKV__INLINE int64_t dkv__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; } /* a >= 0, b > 0 */
+DKV__INLINE int64_t dkv__round_up(int64_t a, int64_t b) { return dkv__ceil_div(a, b) * b; }
+
+DKV_API const char *dkv_version(void) { return DKV_VERSION; }
+
+DKV_API const char *dkv_result_string(dkv_result r) {
+    switch (r) {
+#define DKV__TEXT(name, value, text) case name: return text;
+        DKV_RESULTS(DKV__TEXT)
+#undef DKV__TEXT
+    }
+    return "unknown result";
+}
+
+DKV_API const char *dkv_type_name(dkv_type t) {
+    return t == DKV_F32 ? "f32" : t == DKV_F16 ? "f16" : t == DKV_BF16 ? "bf16" : "?";
+}
+
+DKV_API int64_t dkv_type_bytes(dkv_type t) { return t == DKV_F32 ? 4 : t == DKV_F16 || t == DKV_BF16 ? 2 : 0; }
+
+DKV_API dkv_tensor dkv_thd(const void *data, dkv_type type, int64_t heads, int64_t d) {
+    int64_t    e = dkv_type_bytes(type);
+    dkv_tensor t;
+    t.data = (void *)(uintptr_t)data; /* inputs are only read: see each function */
+    t.type = type;
+    t.stride_token = heads * d * e;
+    t.stride_head = d * e;
+    t.stride_dim = e;
+    return t;
+}
+
+/* ---- 16-bit floats ---- */
+
+DKV__INLINE uint32_t dkv__bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+DKV__INLINE float dkv__float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+
+DKV__INLINE float dkv__f32_from_bf16(uint16_t h) { return dkv__float_of((uint32_t)h << 16); }
+
+DKV__INLINE uint16_t dkv__bf16_from_f32(float x) {
+    uint32_t u = dkv__bits_of(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u); /* quiet: rounding must not make it inf */
+    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+
+DKV__INLINE float dkv__f32_from_f16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, rest = h & 0x7fffu;
+    if (rest > 0x7c00u) return dkv__float_of(sign | 0x7fc00000u | (rest & 0x3ffu) << 13);
+    if (rest == 0x7c00u) return dkv__float_of(sign | 0x7f800000u);
+    if (rest >= 0x0400u) return dkv__float_of(sign | ((rest << 13) + 0x38000000u));
+    return dkv__float_of(sign | dkv__bits_of((float)rest * 5.9604644775390625e-8f)); /* rest * 2^-24, exact */
+}
+
+DKV__INLINE uint16_t dkv__f16_from_f32(float x) {
+    uint32_t u = dkv__bits_of(x), sign = u >> 16 & 0x8000u, rest = u & 0x7fffffffu;
+    if (rest > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (rest >> 13 & 0x3ffu));
+    if (rest >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 2^16 or more */
+    if (rest < 0x38800000u) { /* below 2^-14: adding 0.5 rounds to a multiple of 2^-24, to nearest even */
+        return (uint16_t)(sign | (dkv__bits_of(dkv__float_of(rest) + 0.5f) - 0x3f000000u));
+    }
+    return (uint16_t)(sign | ((rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13));
+}
+
+/* ---- little-endian bytes of any alignment ---- */
+
+DKV__INLINE uint32_t dkv__get32(const uint8_t *p) {
+    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+DKV__INLINE uint64_t dkv__get64(const uint8_t *p) { return dkv__get32(p) | (uint64_t)dkv__get32(p + 4) << 32; }
+DKV__INLINE void dkv__put32(uint8_t *p, uint32_t v) { for (int i = 0; i < 4; i++) p[i] = (uint8_t)(v >> 8 * i); }
+DKV__INLINE void dkv__put64(uint8_t *p, uint64_t v) { for (int i = 0; i < 8; i++) p[i] = (uint8_t)(v >> 8 * i); }
+
+DKV__INLINE int dkv__popcount(uint64_t v) {
+    v -= v >> 1 & 0x5555555555555555u;
+    v = (v & 0x3333333333333333u) + (v >> 2 & 0x3333333333333333u);
+    return (int)(((v + (v >> 4)) & 0x0f0f0f0f0f0f0f0fu) * 0x0101010101010101u >> 56);
+}
+
+/* CRC32 with zlib's polynomial, 8 bytes a step: table[k][x] advances byte x over k further zero bytes. */
+DKV__PRIVATE uint32_t dkv__crc32(uint32_t crc, const void *data, size_t n) {
+    const uint8_t *p = (const uint8_t *)data;
+    uint32_t       table[8][256];
+    for (uint32_t x = 0; x < 256; x++) {
+        uint32_t c = x;
+        for (int bit = 0; bit < 8; bit++) c = c >> 1 ^ (0xedb88320u & (0u - (c & 1u)));
+        table[0][x] = c;
+    }
+    for (int k = 1; k < 8; k++) {
+        for (uint32_t x = 0; x < 256; x++) table[k][x] = table[k - 1][x] >> 8 ^ table[0][table[k - 1][x] & 255u];
+    }
+    crc = ~crc;
+    for (; n >= 8; n -= 8, p += 8) {
+        uint32_t a = crc ^ dkv__get32(p), b = dkv__get32(p + 4);
+        crc = table[7][a & 255u] ^ table[6][a >> 8 & 255u] ^ table[5][a >> 16 & 255u] ^ table[4][a >> 24] ^
+              table[3][b & 255u] ^ table[2][b >> 8 & 255u] ^ table[1][b >> 16 & 255u] ^ table[0][b >> 24];
+    }
+    for (; n > 0; n--, p++) crc = crc >> 8 ^ table[0][(crc ^ *p) & 255u];
+    return ~crc;
+}
+
+/* ---- memory ---- */
+
+DKV__PRIVATE void *dkv__alloc(const dkv_allocator *a, size_t bytes) {
+    if (a && a->alloc) return a->alloc(a->user, bytes);
+#ifndef DKV_NO_STDIO
+    return malloc(bytes);
+#else
+    return NULL;
+#endif
+}
+
+DKV__PRIVATE void dkv__free(const dkv_allocator *a, void *ptr, size_t bytes) {
+    if (a && a->alloc) { /* the pair belongs together: without free, the allocator never frees */
+        if (a->free) a->free(a->user, ptr, bytes);
+        return;
+    }
+#ifndef DKV_NO_STDIO
+    free(ptr);
+#endif
+}
+
+DKV__INLINE int dkv__aligned(const void *p, size_t to) { return ((uintptr_t)p & (to - 1)) == 0; }
+
+/* The address range that a strided tensor can touch; empty when a count is 0. */
+typedef struct dkv__range { uintptr_t begin, end; } dkv__range;
+
+DKV__PRIVATE dkv__range dkv__tensor_range(const dkv_tensor *t, int64_t tokens, int64_t heads, int64_t d) {
+    dkv__range r = {0, 0};
+    if (tokens <= 0 || heads <= 0 || d <= 0) return r;
+    int64_t low = 0, high = 0, last[3], i;
+    last[0] = (tokens - 1) * t->stride_token;
+    last[1] = (heads - 1) * t->stride_head;
+    last[2] = (d - 1) * t->stride_dim;
+    for (i = 0; i < 3; i++) {
+        low += dkv__min(last[i], 0);
+        high += dkv__max(last[i], 0);
+    }
+    r.begin = (uintptr_t)t->data + (uintptr_t)low;
+    r.end = (uintptr_t)t->data + (uintptr_t)(high + dkv_type_bytes(t->type));
+    return r;
+}
+
+DKV__INLINE int dkv__overlap(dkv__range a, dkv__range b) { return a.begin < b.end && b.begin < a.end; }
+DKV__INLINE dkv__range dkv__byte_range(const void *p, size_t bytes) {
+    dkv__range r = {(uintptr_t)p, (uintptr_t)p + bytes};
+    return r;
+}
+
+/* ==========================================================================
+   [SIMD]  leaf kernels on one tile of keys, one set per instruction set
+   in:  f32 query rows (already scaled), packed K and V of a tile
+   out: scores, probabilities, accumulated outputs, all f32
+   invariant: each row is summed by itself and in the same order, whatever rows share the call
+   ========================================================================== */
+
+#define DKV__BLOCK 16  /* tokens in a K block: one 512-bit register of f32 lanes */
+#define DKV__TILE  256 /* keys between two rescalings of a row; S of 24 rows and V of 64 keys stay in L1 */
+#define DKV__STRIP 64  /* keys that mix passes over per column strip, so that V is read from memory once */
+
+/* All rows of a call see the same n keys, 1..DKV__TILE. Strides in floats; s and p rows are DKV__TILE apart. */
+typedef struct dkv__kernels {
+    /* s[m][n] <- q[m][d] . k; computes whole blocks, so lanes n.. of s are undefined */
+    void (*scores)(float *s, const float *q, int64_t ldq, int64_t m, const void *k, dkv_type type, int64_t d,
+                   int64_t n);
+    /* one online-softmax step: s[m][n] -> exp(s - max) in place, zero up to whole blocks; updates max[m], sum[m],
+       and gives alpha[m] = exp(old max - new max) */
+    void (*softmax)(float *s, float *max, float *sum, float *alpha, int64_t m, int64_t n, float softcap);
+    /* o[m][dv] <- alpha[m] * o + p[m][n] v, dv a multiple of 16 */
+    void (*mix)(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m, const void *v, dkv_type type,
+                int64_t dv, int64_t n);
+    void (*axpy)(float *o, float w, const float *x, int64_t n);                    /* o[n] += w * x[n] */
+    void (*load)(float *dst, const void *src, dkv_type type, int64_t n);          /* contiguous, any alignment */
+    void (*store)(void *dst, dkv_type type, const float *src, int64_t n);
+} dkv__kernels;
+
+/* Rows a leaf takes at once out of the rest: equal groups of at most max, so that no group of one trails. */
+DKV__INLINE int64_t dkv__group_rows(int64_t rest, int64_t max) { return dkv__ceil_div(rest, dkv__ceil_div(rest, max)); }
+
+DKV__INLINE int64_t dkv__k_block_bytes(dkv_type type, int64_t d) {
+    return type == DKV_BF16 ? (d + 1) / 2 * 64 : d * DKV__BLOCK * dkv_type_bytes(type);
+}
+DKV__INLINE int64_t dkv__v_width(int64_t d) { return dkv__round_up(d, 16); }
+
+#define DKV__ROWS 24 /* query rows that share a pass over a tile */
+static const float dkv__ones[DKV__ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+/* ---- exp ---- */
+
+#define DKV__EXP_MIN (-87.33f) /* e^x below is subnormal: taken as 0 */
+#define DKV__LOG2E   1.44269504f
+#define DKV__LN2_HI  0.693359375f /* 10 bits: n * LN2_HI is exact */
+#define DKV__LN2_LO  (-2.12194440e-4f)
+
+/* e^x for x <= 0 or NaN: x = n ln2 + r, |r| <= ln2/2, Taylor to r^7 (remainder 5e-9); within 2 ulp, 0 below EXP_MIN. */
+DKV__INLINE float dkv__exp(float x) {
+    if (x < DKV__EXP_MIN) return 0.0f;
+    if (!(x <= 0.0f)) return x; /* NaN (a positive x does not come here) */
+    int32_t n = (int32_t)(x * DKV__LOG2E - 0.5f);
+    float   r = x - (float)n * DKV__LN2_HI - (float)n * DKV__LN2_LO;
+    float   p = 1.0f / 5040.0f;
+    p = p * r + 1.0f / 720.0f;
+    p = p * r + 1.0f / 120.0f;
+    p = p * r + 1.0f / 24.0f;
+    p = p * r + 1.0f / 6.0f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * dkv__float_of((uint32_t)(n + 127) << 23);
+}
+
+/* c tanh(s / c) = c sign(s) (1 - e) / (1 + e), e = exp(-2 |s| / c): absolute error c * 2^-23 */
+DKV__INLINE float dkv__softcap(float s, float c) {
+    float e = dkv__exp(-2.0f / c * fabsf(s));
+    return copysignf(c * (1.0f - e) / (1.0f + e), s);
+}
+
+/* ---- scalar ---- */
+
+/* lane t of K dimension j in a packed block */
+DKV__INLINE int64_t dkv__k_index(dkv_type type, int64_t j, int64_t t) {
+    return type == DKV_BF16 ? (j / 2 * DKV__BLOCK + t) * 2 + j % 2 : j * DKV__BLOCK + t;
+}
+/* dimension j of V row t, width dv */
+DKV__INLINE int64_t dkv__v_index(dkv_type type, int64_t dv, int64_t t, int64_t j) {
+    return type == DKV_BF16 ? (t / 2 * dv + j) * 2 + t % 2 : t * dv + j;
+}
+
+DKV__INLINE float dkv__element(const void *p, dkv_type type) { /* any alignment */
+    float    x;
+    uint16_t h;
+    if (type == DKV_F32) {
+        memcpy(&x, p, 4);
+        return x;
+    }
+    memcpy(&h, p, 2);
+    return type == DKV_F16 ? dkv__f32_from_f16(h) : dkv__f32_from_bf16(h);
+}
+
+DKV__INLINE void dkv__set_element(void *p, dkv_type type, float x) {
+    if (type == DKV_F32) {
+        memcpy(p, &x, 4);
+        return;
+    }
+    uint16_t h = type == DKV_F16 ? dkv__f16_from_f32(x) : dkv__bf16_from_f32(x);
+    memcpy(p, &h, 2);
+}
+
+DKV__PRIVATE void dkv__load_scalar(float *dst, const void *src, dkv_type type, int64_t n) {
+    const char *p = (const char *)src;
+    for (int64_t i = 0; i < n; i++) dst[i] = dkv__element(p + i * dkv_type_bytes(type), type);
+}
+
+DKV__PRIVATE void dkv__store_scalar(void *dst, dkv_type type, const float *src, int64_t n) {
+    char *p = (char *)dst;
+    for (int64_t i = 0; i < n; i++) dkv__set_element(p + i * dkv_type_bytes(type), type, src[i]);
+}
+
+DKV__PRIVATE void dkv__scores_scalar(float *s, const float *q, int64_t ldq, int64_t m, const void *k, dkv_type type,
+                                     int64_t d, int64_t n) {
+    int64_t e = dkv_type_bytes(type);
+    for (int64_t t0 = 0; t0 < n; t0 += DKV__BLOCK) {
+        const char *block = (const char *)k + t0 / DKV__BLOCK * dkv__k_block_bytes(type, d);
+        for (int64_t r = 0; r < m; r++) {
+            float sum[DKV__BLOCK] = {0};
+            for (int64_t j = 0; j < d; j++) {
+                for (int64_t t = 0; t < DKV__BLOCK; t++) {
+                    sum[t] += q[r * ldq + j] * dkv__element(block + dkv__k_index(type, j, t) * e, type);
+                }
+            }
+            memcpy(s + r * DKV__TILE + t0, sum, sizeof sum);
+        }
+    }
+}
+
+DKV__PRIVATE void dkv__softmax_scalar(float *s, float *max, float *sum, float *alpha, int64_t m, int64_t n,
+                                      float softcap) {
+    for (int64_t r = 0; r < m; r++, s += DKV__TILE) {
+        float top = max[r], safe, add = 0.0f;
+        for (int64_t t = 0; t < n; t++) {
+            if (softcap > 0.0f) s[t] = dkv__softcap(s[t], softcap);
+            top = s[t] > top ? s[t] : top;
+        }
+        safe = top == -INFINITY ? 0.0f : top; /* -inf - -inf would be NaN: a row with no finite logit weighs 0 */
+        for (int64_t t = 0; t < n; t++) {
+            s[t] = dkv__exp(s[t] - safe);
+            add += s[t];
+        }
+        for (int64_t t = n; t % DKV__BLOCK; t++) s[t] = 0.0f;
+        alpha[r] = dkv__exp(max[r] - safe);
+        sum[r] = sum[r] * alpha[r] + add;
+        max[r] = top;
+    }
+}
+
+DKV__PRIVATE void dkv__mix_scalar(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m, const void *v,
+                                  dkv_type type, int64_t dv, int64_t n) {
+    int64_t e = dkv_type_bytes(type);
+    for (int64_t r = 0; r < m; r++, o += ldo, p += DKV__TILE) {
+        for (int64_t j = 0; j < dv; j++) o[j] *= alpha[r];
+        for (int64_t t = 0; t < n; t++) {
+            for (int64_t j = 0; j < dv; j++) {
+                o[j] += p[t] * dkv__element((const char *)v + dkv__v_index(type, dv, t, j) * e, type);
+            }
+        }
+    }
+}
+
+DKV__PRIVATE void dkv__axpy_scalar(float *o, float w, const float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) o[i] += w * x[i];
+}
+
+/* ---- x86: AVX2 + FMA + F16C ---- */
+
+#if !defined(DKV_NO_SIMD) && defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define DKV__X86 1
+#include <cpuid.h>
+#include <immintrin.h>
+
+#define DKV__AVX2        __attribute__((target("avx2,fma,f16c")))
+#define DKV__AVX2_INLINE static inline __attribute__((always_inline, unused, target("avx2,fma,f16c")))
+
+DKV__AVX2_INLINE __m256 dkv__load8_avx2(const void *p, dkv_type type) { /* 8 consecutive elements */
+    if (type == DKV_F32) return _mm256_loadu_ps((const float *)p);
+    __m128i h = _mm_loadu_si128((const __m128i *)p);
+    if (type == DKV_F16) return _mm256_cvtph_ps(h);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+
+/* 8 lanes of element 0 or 1 of bf16 pairs */
+DKV__AVX2_INLINE __m256 dkv__pair8_avx2(__m256i pairs, int which) {
+    return _mm256_castsi256_ps(which ? _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000u))
+                                     : _mm256_slli_epi32(pairs, 16));
+}
+
+DKV__PRIVATE DKV__AVX2 void dkv__load_avx2(float *dst, const void *src, dkv_type type, int64_t n) {
+    const char *p = (const char *)src;
+    int64_t     i = 0, e = dkv_type_bytes(type);
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, dkv__load8_avx2(p + i * e, type));
+    dkv__load_scalar(dst + i, p + i * e, type, n - i);
+}
+
+DKV__PRIVATE DKV__AVX2 void dkv__store_avx2(void *dst, dkv_type type, const float *src, int64_t n) {
+    char   *p = (char *)dst;
+    int64_t i = 0, e = dkv_type_bytes(type);
+    for (; type == DKV_F16 && i + 8 <= n; i += 8) {
+        _mm_storeu_si128((__m128i *)(p + i * e), _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+    }
+    dkv__store_scalar(p + i * e, type, src + i, n - i); /* f32 and bf16: the compiler's own vectors do */
+}
+
+/* R rows x NB blocks of scores, kept in 2 * R * NB registers */
+DKV__AVX2_INLINE void dkv__scores_body_avx2(float *s, const float *q, int64_t ldq, const char *k, dkv_type type,
+                                            int64_t d, const int R, const int NB) {
+    const int64_t e = dkv_type_bytes(type), block = dkv__k_block_bytes(type, d);
+    const int     step = type == DKV_BF16 ? 2 : 1;
+    __m256        sum[6][2][2];
+    DKV__UNROLL for (int r = 0; r < R; r++) {
+        DKV__UNROLL for (int b = 0; b < NB; b++) sum[r][b][0] = sum[r][b][1] = _mm256_setzero_ps();
+    }
+    for (int64_t j = 0; j < d; j += step) {
+        DKV__UNROLL for (int b = 0; b < NB; b++) {
+            const char *p = k + b * block + j * DKV__BLOCK * e;
+            DKV__UNROLL for (int i = 0; i < step; i++) {
+                __m256 lo, hi;
+                if (type == DKV_BF16) {
+                    lo = dkv__pair8_avx2(_mm256_loadu_si256((const __m256i *)p), i);
+                    hi = dkv__pair8_avx2(_mm256_loadu_si256((const __m256i *)(p + 32)), i);
+                } else {
+                    lo = dkv__load8_avx2(p, type);
+                    hi = dkv__load8_avx2(p + 8 * e, type);
+                }
+                DKV__UNROLL for (int r = 0; r < R; r++) {
+                    __m256 x = _mm256_broadcast_ss(q + r * ldq + j + i);
+                    sum[r][b][0] = _mm256_fmadd_ps(x, lo, sum[r][b][0]);
+                    sum[r][b][1] = _mm256_fmadd_ps(x, hi, sum[r][b][1]);
+                }
+            }
+        }
+    }
+    DKV__UNROLL for (int r = 0; r < R; r++) {
+        DKV__UNROLL for (int b = 0; b < NB; b++) {
+            _mm256_storeu_ps(s + r * DKV__TILE + b * DKV__BLOCK, sum[r][b][0]);
+            _mm256_storeu_ps(s + r * DKV__TILE + b * DKV__BLOCK + 8, sum[r][b][1]);
+        }
+    }
+}
+
+DKV__AVX2_INLINE void dkv__scores_blocks_avx2(float *s, const float *q, int64_t ldq, const char *k, dkv_type type,
+                                              int64_t d, int64_t n, const int R) {
+    const int NB = R <= 3 ? 2 : 1;
+    int64_t   t = 0;
+    for (; t + (NB - 1) * DKV__BLOCK < n; t += NB * DKV__BLOCK) {
+        dkv__scores_body_avx2(s + t, q, ldq, k + t / DKV__BLOCK * dkv__k_block_bytes(type, d), type, d, R, NB);
+    }
+    if (t < n) dkv__scores_body_avx2(s + t, q, ldq, k + t / DKV__BLOCK * dkv__k_block_bytes(type, d), type, d, R, 1);
+}
+
+DKV__AVX2_INLINE void dkv__scores_rows_avx2(float *s, const float *q, int64_t ldq, int64_t m, const char *k,
+                                            dkv_type type, int64_t d, int64_t n) {
+    for (int64_t r = 0, R; r < m; r += R, s += R * DKV__TILE, q += R * ldq) {
+        R = dkv__group_rows(m - r, 6);
+        switch (R) {
+        case 1: dkv__scores_blocks_avx2(s, q, ldq, k, type, d, n, 1); break;
+        case 2: dkv__scores_blocks_avx2(s, q, ldq, k, type, d, n, 2); break;
+        case 3: dkv__scores_blocks_avx2(s, q, ldq, k, type, d, n, 3); break;
+        case 4: dkv__scores_blocks_avx2(s, q, ldq, k, type, d, n, 4); break;
+        case 5: dkv__scores_blocks_avx2(s, q, ldq, k, type, d, n, 5); break;
+        default: dkv__scores_blocks_avx2(s, q, ldq, k, type, d, n, 6); break;
+        }
+    }
+}
+
+DKV__PRIVATE DKV__AVX2 void dkv__scores_avx2(float *s, const float *q, int64_t ldq, int64_t m, const void *k,
+                                             dkv_type type, int64_t d, int64_t n) {
+    const char *p = (const char *)k;
+    if (type == DKV_F32) dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_F32, d, n);
+    else if (type == DKV_F16) dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_F16, d, n);
+    else dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_BF16, d, n);
+}
+
+/* dkv__exp on 8 lanes; max keeps a NaN as its second operand */
+DKV__AVX2_INLINE __m256 dkv__exp8_avx2(__m256 x) {
+    __m256 live = _mm256_cmp_ps(x, _mm256_set1_ps(DKV__EXP_MIN), _CMP_NLT_UQ);
+    x = _mm256_max_ps(_mm256_set1_ps(DKV__EXP_MIN), x);
+    __m256 n = _mm256_mul_ps(x, _mm256_set1_ps(DKV__LOG2E));
+    n = _mm256_round_ps(n, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(DKV__LN2_HI), x);
+    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(DKV__LN2_LO), r);
+    __m256 p = _mm256_set1_ps(1.0f / 5040.0f);
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 720.0f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 120.0f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 24.0f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 6.0f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.5f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+    __m256i two_n = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_and_ps(live, _mm256_mul_ps(p, _mm256_castsi256_ps(two_n)));
+}
+
+DKV__AVX2_INLINE __m256 dkv__softcap8_avx2(__m256 s, float c) {
+    __m256 sign = _mm256_and_ps(s, _mm256_set1_ps(-0.0f)), one = _mm256_set1_ps(1.0f);
+    __m256 e = dkv__exp8_avx2(_mm256_mul_ps(_mm256_set1_ps(-2.0f / c), _mm256_andnot_ps(_mm256_set1_ps(-0.0f), s)));
+    __m256 t = _mm256_div_ps(_mm256_mul_ps(_mm256_set1_ps(c), _mm256_sub_ps(one, e)), _mm256_add_ps(one, e));
+    return _mm256_or_ps(t, sign);
+}
+
+DKV__AVX2_INLINE float dkv__sum8_avx2(__m256 x) {
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+
+DKV__AVX2_INLINE float dkv__max8_avx2(__m256 x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+DKV__PRIVATE DKV__AVX2 void dkv__softmax_avx2(float *s, float *max, float *sum, float *alpha, int64_t m, int64_t n,
+                                              float softcap) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const int64_t n_pad = dkv__round_up(n, DKV__BLOCK);
+    for (int64_t r = 0; r < m; r++, s += DKV__TILE) {
+        __m256 top8 = _mm256_set1_ps(-INFINITY), add8 = _mm256_setzero_ps();
+        for (int64_t t = 0; t < n_pad; t += 8) {
+            __m256  x = _mm256_loadu_ps(s + t);
+            __m256i in = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(n - t)), lane);
+            if (softcap > 0.0f) x = dkv__softcap8_avx2(x, softcap);
+            x = _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), x, _mm256_castsi256_ps(in));
+            _mm256_storeu_ps(s + t, x);
+            top8 = _mm256_max_ps(x, top8); /* a NaN is passed over here and comes back through exp */
+        }
+        float top = dkv__max8_avx2(top8);
+        top = max[r] > top ? max[r] : top;
+        float safe = top == -INFINITY ? 0.0f : top;
+        for (int64_t t = 0; t < n_pad; t += 8) {
+            __m256 p = dkv__exp8_avx2(_mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(safe)));
+            _mm256_storeu_ps(s + t, p);
+            add8 = _mm256_add_ps(add8, p);
+        }
+        alpha[r] = dkv__exp(max[r] - safe);
+        sum[r] = sum[r] * alpha[r] + dkv__sum8_avx2(add8);
+        max[r] = top;
+    }
+}
+
+/* R rows x NC strips of 16 columns of o, kept in 2 * R * NC registers */
+DKV__AVX2_INLINE void dkv__mix_body_avx2(float *o, int64_t ldo, const float *p, const float *alpha, const char *v,
+                                         dkv_type type, int64_t dv, int64_t n, const int R, const int NC) {
+    const int64_t e = dkv_type_bytes(type);
+    __m256        sum[6][2][2];
+    DKV__UNROLL for (int r = 0; r < R; r++) {
+        DKV__UNROLL for (int c = 0; c < NC; c++) {
+            __m256 a = _mm256_broadcast_ss(alpha + r);
+            sum[r][c][0] = _mm256_mul_ps(a, _mm256_loadu_ps(o + r * ldo + c * 16));
+            sum[r][c][1] = _mm256_mul_ps(a, _mm256_loadu_ps(o + r * ldo + c * 16 + 8));
+        }
+    }
+    for (int64_t t = 0; t < n; t++) {
+        DKV__UNROLL for (int c = 0; c < NC; c++) {
+            __m256 lo, hi;
+            if (type == DKV_BF16) {
+                const char *pair = v + (t / 2 * dv + c * 16) * 4;
+                lo = dkv__pair8_avx2(_mm256_loadu_si256((const __m256i *)pair), (int)(t % 2));
+                hi = dkv__pair8_avx2(_mm256_loadu_si256((const __m256i *)(pair + 32)), (int)(t % 2));
+            } else {
+                lo = dkv__load8_avx2(v + (t * dv + c * 16) * e, type);
+                hi = dkv__load8_avx2(v + (t * dv + c * 16 + 8) * e, type);
+            }
+            DKV__UNROLL for (int r = 0; r < R; r++) {
+                __m256 w = _mm256_broadcast_ss(p + r * DKV__TILE + t);
+                sum[r][c][0] = _mm256_fmadd_ps(w, lo, sum[r][c][0]);
+                sum[r][c][1] = _mm256_fmadd_ps(w, hi, sum[r][c][1]);
+            }
+        }
+    }
+    DKV__UNROLL for (int r = 0; r < R; r++) {
+        DKV__UNROLL for (int c = 0; c < NC; c++) {
+            _mm256_storeu_ps(o + r * ldo + c * 16, sum[r][c][0]);
+            _mm256_storeu_ps(o + r * ldo + c * 16 + 8, sum[r][c][1]);
+        }
+    }
+}
+
+DKV__AVX2_INLINE void dkv__mix_columns_avx2(float *o, int64_t ldo, const float *p, const float *alpha, const char *v,
+                                            dkv_type type, int64_t dv, int64_t n, const int R) {
+    const int     NC = R <= 3 ? 2 : 1;
+    const int64_t column = type == DKV_BF16 ? 4 : dkv_type_bytes(type);
+    int64_t       j = 0;
+    for (; j + NC * 16 <= dv; j += NC * 16) {
+        dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, NC);
+    }
+    if (j < dv) dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, 1);
+}
+
+DKV__AVX2_INLINE void dkv__mix_rows_avx2(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
+                                         const char *v, dkv_type type, int64_t dv, int64_t n) {
+    for (int64_t r = 0, R; r < m; r += R, o += R * ldo, p += R * DKV__TILE, alpha += R) {
+        R = dkv__group_rows(m - r, 6);
+        switch (R) {
+        case 1: dkv__mix_columns_avx2(o, ldo, p, alpha, v, type, dv, n, 1); break;
+        case 2: dkv__mix_columns_avx2(o, ldo, p, alpha, v, type, dv, n, 2); break;
+        case 3: dkv__mix_columns_avx2(o, ldo, p, alpha, v, type, dv, n, 3); break;
+        case 4: dkv__mix_columns_avx2(o, ldo, p, alpha, v, type, dv, n, 4); break;
+        case 5: dkv__mix_columns_avx2(o, ldo, p, alpha, v, type, dv, n, 5); break;
+        default: dkv__mix_columns_avx2(o, ldo, p, alpha, v, type, dv, n, 6); break;
+        }
+    }
+}
+
+DKV__PRIVATE DKV__AVX2 void dkv__mix_avx2(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
+                                          const void *v, dkv_type type, int64_t dv, int64_t n) {
+    const int64_t row = dkv_type_bytes(type) * dv;
+    for (int64_t t = 0; t < n; t += DKV__STRIP, p += DKV__STRIP, alpha = dkv__ones) {
+        const char *vt = (const char *)v + t * row;
+        int64_t     k = dkv__min(n - t, DKV__STRIP);
+        if (type == DKV_F32) dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_F32, dv, k);
+        else if (type == DKV_F16) dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_F16, dv, k);
+        else dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_BF16, dv, k);
+    }
+}
+
+DKV__PRIVATE DKV__AVX2 void dkv__axpy_avx2(float *o, float w, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        _mm256_storeu_ps(o + i, _mm256_fmadd_ps(_mm256_set1_ps(w), _mm256_loadu_ps(x + i), _mm256_loadu_ps(o + i)));
+    }
+    dkv__axpy_scalar(o + i, w, x + i, n - i);
+}
+
+/* ---- x86: AVX-512F. Same shapes as above, with twice the lanes and registers ---- */
+
+#define DKV__AVX512        __attribute__((target("avx512f,avx2,fma,f16c")))
+#define DKV__AVX512_INLINE static inline __attribute__((always_inline, unused, target("avx512f,avx2,fma,f16c")))
+
+DKV__AVX512_INLINE __m512 dkv__load16_avx512(const void *p, dkv_type type) { /* f32 or f16 */
+    if (type == DKV_F32) return _mm512_loadu_ps(p);
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+
+DKV__AVX512_INLINE __m512 dkv__pair16_avx512(__m512i pairs, int which) {
+    return _mm512_castsi512_ps(which ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u))
+                                     : _mm512_slli_epi32(pairs, 16));
+}
+
+/* R rows x NB blocks of scores, kept in R * NB <= 16 registers */
+DKV__AVX512_INLINE void dkv__scores_body_avx512(float *s, const float *q, int64_t ldq, const char *k, dkv_type type,
+                                                int64_t d, const int R, const int NB) {
+    const int64_t e = dkv_type_bytes(type), block = dkv__k_block_bytes(type, d);
+    const int     step = type == DKV_BF16 ? 2 : 1;
+    __m512        sum[4][4];
+    DKV__UNROLL for (int r = 0; r < R; r++) {
+        DKV__UNROLL for (int b = 0; b < NB; b++) sum[r][b] = _mm512_setzero_ps();
+    }
+    for (int64_t j = 0; j < d; j += step) {
+        DKV__UNROLL for (int i = 0; i < step; i++) {
+            __m512 kb[4];
+            DKV__UNROLL for (int b = 0; b < NB; b++) {
+                const char *p = k + b * block + j * DKV__BLOCK * e;
+                kb[b] = type == DKV_BF16 ? dkv__pair16_avx512(_mm512_loadu_si512(p), i) : dkv__load16_avx512(p, type);
+            }
+            DKV__UNROLL for (int r = 0; r < R; r++) {
+                __m512 x = _mm512_set1_ps(q[r * ldq + j + i]);
+                DKV__UNROLL for (int b = 0; b < NB; b++) sum[r][b] = _mm512_fmadd_ps(x, kb[b], sum[r][b]);
+            }
+        }
+    }
+    DKV__UNROLL for (int r = 0; r < R; r++) {
+        DKV__UNROLL for (int b = 0; b < NB; b++) _mm512_storeu_ps(s + r * DKV__TILE + b * DKV__BLOCK, sum[r][b]);
+    }
+}
+
+DKV__AVX512_INLINE void dkv__scores_blocks_avx512(float *s, const float *q, int64_t ldq, const char *k, dkv_type type,
+                                                  int64_t d, int64_t n, const int R) {
+    const int64_t block = dkv__k_block_bytes(type, d);
+    int64_t       t = 0;
+    for (; t + 3 * DKV__BLOCK < n; t += 4 * DKV__BLOCK) {
+        dkv__scores_body_avx512(s + t, q, ldq, k + t / DKV__BLOCK * block, type, d, R, 4);
+    }
+    for (; t < n; t += DKV__BLOCK) {
+        dkv__scores_body_avx512(s + t, q, ldq, k + t / DKV__BLOCK * block, type, d, R, 1);
+    }
+}
+
+DKV__AVX512_INLINE void dkv__scores_rows_avx512(float *s, const float *q, int64_t ldq, int64_t m, const char *k,
+                                                dkv_type type, int64_t d, int64_t n) {
+    for (int64_t r = 0, R; r < m; r += R, s += R * DKV__TILE, q += R * ldq) {
+        R = dkv__group_rows(m - r, 4);
+        switch (R) {
+        case 1: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 1); break;
+        case 2: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 2); break;
+        case 3: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 3); break;
+        default: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 4); break;
+        }
+    }
+}
+
+DKV__PRIVATE DKV__AVX512 void dkv__scores_avx512(float *s, const float *q, int64_t ldq, int64_t m, const void *k,
+                                                 dkv_type type, int64_t d, int64_t n) {
+    const char *p = (const char *)k;
+    if (type == DKV_F32) dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_F32, d, n);
+    else if (type == DKV_F16) dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_F16, d, n);
+    else dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_BF16, d, n);
+}
+
+DKV__AVX512_INLINE __m512 dkv__exp16_avx512(__m512 x) { /* dkv__exp on 16 lanes */
+    __mmask16 live = _mm512_cmp_ps_mask(x, _mm512_set1_ps(DKV__EXP_MIN), _CMP_NLT_UQ);
+    __m512    n = _mm512_mul_ps(x, _mm512_set1_ps(DKV__LOG2E));
+    n = _mm512_roundscale_ps(n, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(DKV__LN2_HI), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(DKV__LN2_LO), r);
+    __m512 p = _mm512_set1_ps(1.0f / 5040.0f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 720.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(live, p, n);
+}
+
+DKV__AVX512_INLINE __m512 dkv__softcap16_avx512(__m512 s, float c) {
+    __m512i sign = _mm512_and_si512(_mm512_castps_si512(s), _mm512_set1_epi32((int)0x80000000u));
+    __m512  one = _mm512_set1_ps(1.0f);
+    __m512  e = dkv__exp16_avx512(_mm512_mul_ps(_mm512_set1_ps(-2.0f / c), _mm512_abs_ps(s)));
+    __m512  t = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(c), _mm512_sub_ps(one, e)), _mm512_add_ps(one, e));
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(t), sign));
+}
+
+DKV__PRIVATE DKV__AVX512 void dkv__softmax_avx512(float *s, float *max, float *sum, float *alpha, int64_t m, int64_t n,
+                                                  float softcap) {
+    for (int64_t r = 0; r < m; r++, s += DKV__TILE) {
+        __m512 top16 = _mm512_set1_ps(-INFINITY), add16 = _mm512_setzero_ps();
+        for (int64_t t = 0; t < n; t += 16) {
+            __mmask16 in = (__mmask16)(n - t >= 16 ? 0xffffu : (1u << (n - t)) - 1u);
+            __m512    x = _mm512_loadu_ps(s + t);
+            if (softcap > 0.0f) x = dkv__softcap16_avx512(x, softcap);
+            x = _mm512_mask_blend_ps(in, _mm512_set1_ps(-INFINITY), x);
+            _mm512_storeu_ps(s + t, x);
+            top16 = _mm512_max_ps(x, top16); /* a NaN is passed over here and comes back through exp */
+        }
+        float top = _mm512_reduce_max_ps(top16);
+        top = max[r] > top ? max[r] : top;
+        float safe = top == -INFINITY ? 0.0f : top;
+        for (int64_t t = 0; t < n; t += 16) {
+            __m512 p = dkv__exp16_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(safe)));
+            _mm512_storeu_ps(s + t, p);
+            add16 = _mm512_add_ps(add16, p);
+        }
+        alpha[r] = dkv__exp(max[r] - safe);
+        sum[r] = sum[r] * alpha[r] + _mm512_reduce_add_ps(add16);
+        max[r] = top;
+    }
+}
+
+/* R rows x NC strips of 16 columns of o, kept in R * NC <= 16 registers */
+DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float *p, const float *alpha, const char *v,
+                                             dkv_type type, int64_t dv, int64_t n, const int R, const int NC) {
+    const int64_t e = dkv_type_bytes(type);
+    const int     step = type == DKV_BF16 ? 2 : 1;
+    __m512        sum[4][4];
+    DKV__UNROLL for (int r = 0; r < R; r++) {
+        DKV__UNROLL for (int c = 0; c < NC; c++) {
+            sum[r][c] = _mm512_mul_ps(_mm512_set1_ps(alpha[r]), _mm512_loadu_ps(o + r * ldo + c * 16));
+        }
+    }
+    for (int64_t t = 0; t < n; t += step) {
+        DKV__UNROLL for (int i = 0; i < step; i++) {
+            if (t + i == n) break; /* the second half of the last pair is slack: 0 * NaN would leak */
+            __m512 vc[4];
+            DKV__UNROLL for (int c = 0; c < NC; c++) {
+                vc[c] = type == DKV_BF16 ? dkv__pair16_avx512(_mm512_loadu_si512(v + (t / 2 * dv + c * 16) * 4), i)
+                                         : dkv__load16_avx512(v + (t * dv + c * 16) * e, type);
+            }
+            DKV__UNROLL for (int r = 0; r < R; r++) {
+                __m512 w = _mm512_set1_ps(p[r * DKV__TILE + t + i]);
+                DKV__UNROLL for (int c = 0; c < NC; c++) sum[r][c] = _mm512_fmadd_ps(w, vc[c], sum[r][c]);
+            }
+        }
+    }
+    DKV__UNROLL for (int r = 0; r < R; r++) {
+        DKV__UNROLL for (int c = 0; c < NC; c++) _mm512_storeu_ps(o + r * ldo + c * 16, sum[r][c]);
+    }
+}
+
+DKV__AVX512_INLINE void dkv__mix_columns_avx512(float *o, int64_t ldo, const float *p, const float *alpha,
+                                                const char *v, dkv_type type, int64_t dv, int64_t n, const int R) {
+    const int64_t column = type == DKV_BF16 ? 4 : dkv_type_bytes(type);
+    int64_t       j = 0;
+    for (; j + 64 <= dv; j += 64) {
+        dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, 4);
+    }
+    for (; j < dv; j += 16) dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, 1);
+}
+
+DKV__AVX512_INLINE void dkv__mix_rows_avx512(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
+                                             const char *v, dkv_type type, int64_t dv, int64_t n) {
+    for (int64_t r = 0, R; r < m; r += R, o += R * ldo, p += R * DKV__TILE, alpha += R) {
+        R = dkv__group_rows(m - r, 4);
+        switch (R) {
+        case 1: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 1); break;
+        case 2: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 2); break;
+        case 3: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 3); break;
+        default: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 4); break;
+        }
+    }
+}
+
+DKV__PRIVATE DKV__AVX512 void dkv__mix_avx512(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
+                                              const void *v, dkv_type type, int64_t dv, int64_t n) {
+    const int64_t row = dkv_type_bytes(type) * dv;
+    for (int64_t t = 0; t < n; t += DKV__STRIP, p += DKV__STRIP, alpha = dkv__ones) {
+        const char *vt = (const char *)v + t * row;
+        int64_t     k = dkv__min(n - t, DKV__STRIP);
+        if (type == DKV_F32) dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_F32, dv, k);
+        else if (type == DKV_F16) dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_F16, dv, k);
+        else dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_BF16, dv, k);
+    }
+}
+#endif /* x86 */
+
+/* ---- the table, and the level in use ---- */
+
+static const dkv__kernels dkv__table[DKV_SIMD_COUNT] = {
+    {dkv__scores_scalar, dkv__softmax_scalar, dkv__mix_scalar, dkv__axpy_scalar, dkv__load_scalar, dkv__store_scalar},
+#ifdef DKV__X86
+    {dkv__scores_avx2,   dkv__softmax_avx2,   dkv__mix_avx2,   dkv__axpy_avx2,   dkv__load_avx2,   dkv__store_avx2},
+    {dkv__scores_avx512, dkv__softmax_avx512, dkv__mix_avx512, dkv__axpy_avx2,   dkv__load_avx2,   dkv__store_avx2},
+#endif
+};
+
+static int dkv__level = -1; /* -1: not asked yet. Atomic; racing first calls store the same value */
+
+DKV_API const char *dkv_simd_name(dkv_simd level) {
+    static const char *const names[DKV_SIMD_COUNT] = {"scalar", "avx2", "avx512"};
+    return (unsigned)level < DKV_SIMD_COUNT ? names[level] : "?";
+}
+
+DKV_API dkv_simd dkv_simd_supported(void) {
+#ifdef DKV__X86
+    unsigned a, b, c, d, xcr0, xcr0_high;
+    const unsigned need1 = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & need1) != need1) return DKV_SIMD_SCALAR;
+    __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(xcr0_high) : "c"(0)); /* which registers the system saves */
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b >> 5 & 1u) || (xcr0 & 0x6u) != 0x6u) return DKV_SIMD_SCALAR;
+    if ((b >> 16 & 1u) && (xcr0 & 0xe6u) == 0xe6u) return DKV_SIMD_AVX512;
+    return DKV_SIMD_AVX2;
+#else
+    return DKV_SIMD_SCALAR;
+#endif
+}
+
+DKV_API dkv_simd dkv_simd_limit(dkv_simd max) {
+    dkv_simd best = dkv_simd_supported(), level = max < best ? max : best;
+    DKV__ATOMIC_STORE(&dkv__level, (int)level);
+    return level;
+}
+
+DKV_API dkv_simd dkv_simd_level(void) {
+    int level = DKV__ATOMIC_LOAD(&dkv__level);
+    return level < 0 ? dkv_simd_limit(DKV_SIMD_AVX512) : (dkv_simd)level;
+}
+
+DKV__INLINE const dkv__kernels *dkv__simd(void) { return &dkv__table[dkv_simd_level()]; }
+
+DKV_API void dkv_convert(void *dst, dkv_type to, const void *src, dkv_type from, int64_t n) {
+    const dkv__kernels *f = dkv__simd();
+    float               x[256];
+    for (int64_t i = 0; i < n; i += 256) {
+        int64_t k = dkv__min(n - i, 256);
+        f->load(x, (const char *)src + i * dkv_type_bytes(from), from, k);
+        f->store((char *)dst + i * dkv_type_bytes(to), to, x, k);
+    }
+}
+
+/* ==========================================================================
+   [PATTERN]  the bits M[L][H][D] and their file
+   in:  file bytes, untrusted
+   out: a checked dkv_pattern that points into them
+   ========================================================================== */
+
+#define DKV__PATTERN_HEADER 256
+static const uint8_t dkv__pattern_magic[8] = {'D', 'K', 'V', 'P', '\r', '\n', 0x1a, '\n'};
+
+DKV_API int64_t dkv_pattern_words(int64_t D) { return dkv__ceil_div(D, 64); }
+
+DKV__INLINE const uint8_t *dkv__bits_row(const dkv_pattern *p, int64_t row) { /* row = l * H + h */
+    return (const uint8_t *)p->bits + row * dkv_pattern_words(p->D) * 8;
+}
+
+DKV_API int dkv_pattern_get(const dkv_pattern *p, int l, int h, int64_t b) {
+    return dkv__bits_row(p, (int64_t)l * p->H + h)[b / 8] >> (b % 8) & 1;
+}
+
+DKV_API void dkv_bits_set(void *bits, const dkv_pattern *p, int l, int h, int64_t b, int value) {
+    uint8_t *byte = (uint8_t *)bits + ((int64_t)l * p->H + h) * dkv_pattern_words(p->D) * 8 + b / 8;
+    unsigned mask = 1u << (b % 8);
+    *byte = (uint8_t)(value ? *byte | mask : *byte & ~mask);
+}
+
+DKV__INLINE int64_t dkv__bits_bytes(const dkv_pattern *p) { return (int64_t)p->L * p->H * dkv_pattern_words(p->D) * 8; }
+DKV__INLINE int64_t dkv__p_bytes(const dkv_pattern *p) { return p->p ? (int64_t)p->L * p->H * p->D * 2 : 0; }
+
+DKV_API int64_t dkv_pattern_count(const dkv_pattern *p) {
+    const uint8_t *bits = (const uint8_t *)p->bits;
+    int64_t        ones = 0;
+    for (int64_t i = 0; i < dkv__bits_bytes(p); i += 8) ones += dkv__popcount(dkv__get64(bits + i));
+    return ones;
+}
+
+/* Terminated, printable, and zero to the end: safe to print, one image per pattern. */
+DKV__PRIVATE int dkv__text_ok(const char *text, int64_t size) {
+    int64_t i = 0;
+    while (i < size && text[i] >= 0x20 && text[i] < 0x7f) i++;
+    if (i == size) return 0;
+    while (i < size && text[i] == 0) i++;
+    return i == size;
+}
+
+DKV__PRIVATE dkv_result dkv__pattern_check_fields(const dkv_pattern *p) {
+    const int32_t most = 4096;
+    if (p->L < 1 || p->L > most || p->H < 1 || p->H > most || p->Hkv < 1 || p->Hkv > most) return DKV_ERR_FIELD;
+    if (p->H % p->Hkv) return DKV_ERR_SHAPE;
+    if (p->D < 1 || p->D > 1 << 20 || p->d < 0 || p->d > DKV__MAX_D) return DKV_ERR_FIELD;
+    if (p->W < 1 || p->W > DKV__FAR || p->S < 0 || p->S > DKV__FAR || p->R < 0 || p->R > DKV__FAR) return DKV_ERR_FIELD;
+    if (p->budget != DKV_BUDGET_LOGICAL && p->budget != DKV_BUDGET_PHYSICAL) return DKV_ERR_FIELD;
+    if (!(p->rho >= 0.0 && p->rho <= 1.0)) return DKV_ERR_FIELD;
+    if (!dkv__text_ok(p->model, sizeof p->model) || !dkv__text_ok(p->tool, sizeof p->tool)) return DKV_ERR_FIELD;
+    return DKV_OK;
+}
+
+DKV_API dkv_result dkv_pattern_check(const dkv_pattern *p) {
+    dkv_result r = dkv__pattern_check_fields(p);
+    if (r) return r;
+    if (p->K != dkv_pattern_count(p)) return DKV_ERR_FIELD;
+    for (int64_t row = 0; p->D % 64 && row < (int64_t)p->L * p->H; row++) {
+        if (dkv__get64(dkv__bits_row(p, row) + p->D / 64 * 8) >> (p->D % 64)) return DKV_ERR_FIELD;
+    }
+    for (int64_t i = 0; i < dkv__p_bytes(p); i += 2) { /* f16 in 0..1: the bits 0..0x3c00 */
+        const uint8_t *h = (const uint8_t *)p->p + i;
+        if ((h[0] | h[1] << 8) > 0x3c00) return DKV_ERR_FIELD;
+    }
+    return DKV_OK;
+}
+
+DKV_API dkv_result dkv_pattern_matches(const dkv_pattern *p, int L, int H, int Hkv, int d) {
+    return p->L == L && p->H == H && p->Hkv == Hkv && (p->d == 0 || p->d == d) ? DKV_OK : DKV_ERR_SHAPE;
+}
+
+DKV__INLINE int64_t dkv__pattern_bytes(const dkv_pattern *p) {
+    return DKV__PATTERN_HEADER + dkv__bits_bytes(p) + dkv__p_bytes(p) + 4;
+}
+
+DKV__PRIVATE void dkv__pattern_header(uint8_t *out, const dkv_pattern *p) {
+    uint64_t rho;
+    memcpy(&rho, &p->rho, 8);
+    memset(out, 0, DKV__PATTERN_HEADER);
+    memcpy(out, dkv__pattern_magic, 8);
+    dkv__put32(out + 8, DKV_PATTERN_VERSION);
+    dkv__put32(out + 12, DKV__PATTERN_HEADER);
+    dkv__put64(out + 16, (uint64_t)dkv__pattern_bytes(p));
+    dkv__put32(out + 24, (uint32_t)p->L);
+    dkv__put32(out + 28, (uint32_t)p->H);
+    dkv__put32(out + 32, (uint32_t)p->Hkv);
+    dkv__put32(out + 36, (uint32_t)p->D);
+    dkv__put32(out + 40, (uint32_t)p->d);
+    dkv__put32(out + 44, (uint32_t)p->budget);
+    dkv__put64(out + 48, (uint64_t)p->W);
+    dkv__put64(out + 56, (uint64_t)p->S);
+    dkv__put64(out + 64, (uint64_t)p->R);
+    dkv__put64(out + 72, rho);
+    dkv__put64(out + 80, (uint64_t)p->K);
+    dkv__put64(out + 88, p->data_hash);
+    dkv__put64(out + 104, p->seed);
+    dkv__put32(out + 112, p->p ? 1u : 0u);
+    memcpy(out + 128, p->model, 64);
+    memcpy(out + 192, p->tool, 64);
+}
+
+DKV_API uint32_t dkv_pattern_crc(const dkv_pattern *p) {
+    uint8_t header[DKV__PATTERN_HEADER];
+    dkv__pattern_header(header, p);
+    uint32_t crc = dkv__crc32(0, header, sizeof header);
+    crc = dkv__crc32(crc, p->bits, (size_t)dkv__bits_bytes(p));
+    return p->p ? dkv__crc32(crc, p->p, (size_t)dkv__p_bytes(p)) : crc;
+}
+
+DKV_API dkv_result dkv_pattern_write(void *dst, size_t *bytes, const dkv_pattern *p) {
+    dkv_result r = dkv_pattern_check(p);
+    if (r) return r;
+    size_t need = (size_t)dkv__pattern_bytes(p), bits = (size_t)dkv__bits_bytes(p);
+    if (!dst) {
+        *bytes = need;
+        return DKV_OK;
+    }
+    if (*bytes < need) return DKV_ERR_CAPACITY;
+    dkv__range to = dkv__byte_range(dst, need);
+    if (dkv__overlap(to, dkv__byte_range(p->bits, bits)) ||
+        (p->p && dkv__overlap(to, dkv__byte_range(p->p, (size_t)dkv__p_bytes(p))))) {
+        return DKV_ERR_OVERLAP;
+    }
+    uint8_t *out = (uint8_t *)dst;
+    dkv__pattern_header(out, p);
+    memcpy(out + DKV__PATTERN_HEADER, p->bits, bits);
+    if (p->p) memcpy(out + DKV__PATTERN_HEADER + bits, p->p, (size_t)dkv__p_bytes(p));
+    dkv__put32(out + need - 4, dkv__crc32(0, out, need - 4));
+    *bytes = need;
+    return DKV_OK;
+}
+
+DKV__PRIVATE int dkv__all_zero(const uint8_t *p, int64_t n) {
+    int any = 0;
+    for (int64_t i = 0; i < n; i++) any |= p[i];
+    return !any;
+}
+
+/* A count that must fit a non-negative int32: anything else becomes -1, which no field admits. */
+DKV__INLINE int32_t dkv__get_i32(const uint8_t *p) { return dkv__get32(p) > INT32_MAX ? -1 : (int32_t)dkv__get32(p); }
+DKV__INLINE int64_t dkv__get_i64(const uint8_t *p) { return dkv__get64(p) > INT64_MAX ? -1 : (int64_t)dkv__get64(p); }
+
+/* Magic, version, header size, length and CRC: what every file of ours begins with, and ends with. */
+DKV__PRIVATE dkv_result dkv__file_check(const uint8_t *in, size_t bytes, const uint8_t magic[8], uint32_t version,
+                                        uint32_t header) {
+    if (memcmp(in, magic, bytes < 8 ? bytes : 8)) return DKV_ERR_MAGIC;
+    if (bytes < header + 4) return DKV_ERR_LENGTH;
+    if (dkv__get32(in + 8) != version || dkv__get32(in + 12) != header) return DKV_ERR_VERSION;
+    if (dkv__get64(in + 16) != bytes) return DKV_ERR_LENGTH;
+    if (dkv__get32(in + bytes - 4) != dkv__crc32(0, in, bytes - 4)) return DKV_ERR_CRC;
+    return DKV_OK;
+}
+
+DKV_API dkv_result dkv_pattern_read(dkv_pattern *out, const void *data, size_t bytes) {
+    const uint8_t *in = (const uint8_t *)data;
+    dkv_pattern    p;
+    dkv_result     r = dkv__file_check(in, bytes, dkv__pattern_magic, DKV_PATTERN_VERSION, DKV__PATTERN_HEADER);
+    if (r) return r;
+    memset(&p, 0, sizeof p);
+    p.L = dkv__get_i32(in + 24);
+    p.H = dkv__get_i32(in + 28);
+    p.Hkv = dkv__get_i32(in + 32);
+    p.D = dkv__get_i32(in + 36);
+    p.d = dkv__get_i32(in + 40);
+    p.W = dkv__get_i64(in + 48);
+    p.S = dkv__get_i64(in + 56);
+    p.R = dkv__get_i64(in + 64);
+    p.K = dkv__get_i64(in + 80);
+    p.data_hash = dkv__get64(in + 88);
+    p.seed = dkv__get64(in + 104);
+    uint64_t rho = dkv__get64(in + 72);
+    uint32_t budget = dkv__get32(in + 44), flags = dkv__get32(in + 112);
+    memcpy(&p.rho, &rho, 8);
+    memcpy(p.model, in + 128, 64);
+    memcpy(p.tool, in + 192, 64);
+    if (budget > 1 || flags > 1 || !dkv__all_zero(in + 96, 8) || !dkv__all_zero(in + 116, 12)) return DKV_ERR_FIELD;
+    p.budget = (dkv_budget)budget;
+    if ((r = dkv__pattern_check_fields(&p))) return r;
+    p.bits = in + DKV__PATTERN_HEADER;
+    p.p = flags ? in : NULL; /* only whether, until the length is known to hold it */
+    if ((size_t)dkv__pattern_bytes(&p) != bytes) return DKV_ERR_LENGTH;
+    if (flags) p.p = in + DKV__PATTERN_HEADER + dkv__bits_bytes(&p);
+    if ((r = dkv_pattern_check(&p))) return r;
+    *out = p;
+    return DKV_OK;
+}
+
+#ifndef DKV_NO_STDIO
+/* The whole file in one allocation. */
+DKV__PRIVATE dkv_result dkv__file_load(void **data, size_t *bytes, const char *path, const dkv_allocator *alloc) {
+    FILE *f = fopen(path, "rb");
+    if (!f) return DKV_ERR_IO;
+    long size = fseek(f, 0, SEEK_END) ? -1 : ftell(f);
+    dkv_result r = size < 0 || fseek(f, 0, SEEK_SET) ? DKV_ERR_IO : size == 0 ? DKV_ERR_LENGTH : DKV_OK;
+    void *p = r ? NULL : dkv__alloc(alloc, (size_t)size);
+    if (!r && !p) r = DKV_ERR_MEMORY;
+    if (!r && fread(p, 1, (size_t)size, f) != (size_t)size) r = DKV_ERR_IO;
+    fclose(f);
+    if (r && p) dkv__free(alloc, p, (size_t)size);
+    if (r) return r;
+    *data = p;
+    *bytes = (size_t)size;
+    return DKV_OK;
+}
+
+DKV_API dkv_result dkv_pattern_load(dkv_pattern *out, const char *path, const dkv_allocator *alloc) {
+    void  *data;
+    size_t bytes;
+    dkv_result r = dkv__file_load(&data, &bytes, path, alloc);
+    if (r) return r;
+    if ((r = dkv_pattern_read(out, data, bytes))) dkv__free(alloc, data, bytes);
+    return r;
+}
+
+DKV_API void dkv_pattern_free(dkv_pattern *p, const dkv_allocator *alloc) {
+    dkv__free(alloc, (void *)((uintptr_t)p->bits - DKV__PATTERN_HEADER), (size_t)dkv__pattern_bytes(p));
+    p->bits = p->p = NULL;
+}
+
+DKV_API dkv_result dkv_pattern_save(const dkv_pattern *p, const char *path) {
+    size_t     bytes, n = strlen(path);
+    dkv_result r = dkv_pattern_write(NULL, &bytes, p);
+    if (r) return r;
+    char *image = (char *)malloc(bytes), *beside = (char *)malloc(n + 5);
+    FILE *f = NULL;
+    if (!image || !beside) r = DKV_ERR_MEMORY;
+    if (!r) {
+        memcpy(beside, path, n);
+        memcpy(beside + n, ".tmp", 5);
+        r = dkv_pattern_write(image, &bytes, p);
+        f = r ? NULL : fopen(beside, "wb");
+        if (!r && !f) r = DKV_ERR_IO;
+    }
+    if (f) {
+        int bad = fwrite(image, 1, bytes, f) != bytes;
+        bad |= fclose(f) != 0; /* the last bytes may fail only here */
+        if (bad || rename(beside, path)) {
+            remove(beside);
+            r = DKV_ERR_IO;
+        }
+    }
+    free(image);
+    free(beside);
+    return r;
+}
+#endif
+
+/* ==========================================================================
+   [BINS]  position <-> relative-distance bin (paper 3.4)
+   in:  W, S, R of a pattern and a context length
+   out: bins counted from the context's end, so that a ragged one lies beside the sink
+   ========================================================================== */
+
+DKV_API int64_t dkv_max_context(const dkv_pattern *p) { return p->S + p->R + p->W * p->D; }
+
+DKV_API int64_t dkv_bin(const dkv_pattern *p, int64_t T_c, int64_t i) {
+    return i < p->S || i >= T_c - p->R ? DKV_ALWAYS : (T_c - p->R - 1 - i) / p->W;
+}
+
+DKV_API int64_t dkv_bins_at(const dkv_pattern *p, int64_t T_c) {
+    return dkv__ceil_div(dkv__max(T_c - p->S - p->R, 0), p->W);
+}
+
+DKV_API void dkv_bin_span(const dkv_pattern *p, int64_t T_c, int64_t b, int64_t *begin, int64_t *end) {
+    if (b >= dkv_bins_at(p, T_c)) {
+        *begin = *end = 0;
+        return;
+    }
+    *end = T_c - p->R - p->W * b;
+    *begin = dkv__max(*end - p->W, p->S);
+}
+
+/* ==========================================================================
+   [UNION]  query-head bits -> KV-head bits (paper 3.4)
+   invariant: a KV head keeps a bin if any query head of its group does
+   ========================================================================== */
+
+DKV__PRIVATE uint64_t dkv__union_word(const dkv_pattern *p, int l, int g, int64_t word) {
+    int64_t  G = p->H / p->Hkv, first = (int64_t)l * p->H + g * G;
+    uint64_t bits = 0;
+    for (int64_t h = 0; h < G; h++) bits |= dkv__get64(dkv__bits_row(p, first + h) + word * 8);
+    return bits;
+}
+
+DKV_API void dkv_union_row(const dkv_pattern *p, int l, int g, uint64_t *row) {
+    for (int64_t w = 0; w < dkv_pattern_words(p->D); w++) row[w] = dkv__union_word(p, l, g, w);
+}
+
+DKV_API int dkv_union_get(const dkv_pattern *p, int l, int g, int64_t b) {
+    return (int)(dkv__union_word(p, l, g, b / 64) >> (b % 64) & 1u);
+}
+
+/* ==========================================================================
+   [PLAN]  which positions survive, and where they go
+   in:  a pattern, positions, or an older plan; T_c
+   out: runs of kept positions per (layer, KV head), and their packed rows
+   invariant: runs are sorted, disjoint, and never touch; sizes and contents come from one walk
+   ========================================================================== */
+
+/* Collects spans in ascending order into runs; out NULL: only counts. */
+typedef struct dkv__runs {
+    dkv_run *out;
+    int64_t  n;    /* runs so far, all heads */
+    int64_t  rows; /* of this head so far */
+    int64_t  end;  /* of the last span of this head; -1 before the first */
+    int64_t  at;   /* elements of a flat source used so far, all heads */
+} dkv__runs;
+
+DKV__PRIVATE void dkv__emit(dkv__runs *to, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    if (begin == to->end) {
+        if (to->out) to->out[to->n - 1].len += end - begin;
+    } else {
+        if (to->out) {
+            dkv_run run = {begin, end - begin, to->rows};
+            to->out[to->n] = run;
+        }
+        to->n++;
+    }
+    to->rows += end - begin;
+    to->end = end;
+}
+
+/* What a maker knows; each walk emits the spans of flat head f = l * Hkv + g in ascending order. */
+typedef struct dkv__image dkv__image; /* of a saved cache: see [CACHE] */
+typedef struct dkv__maker {
+    void (*walk)(dkv__runs *to, const struct dkv__maker *m, int64_t f);
+    const dkv_pattern *p;
+    int64_t            T_c;
+    dkv_beyond         beyond;
+    const dkv_plan    *old;
+    const int64_t     *positions, *counts;
+    const dkv__image  *image;
+} dkv__maker;
+
+/* Emits [begin, end) as far as the old plan still has it (all of its suffix), or as it is. */
+DKV__PRIVATE void dkv__emit_kept(dkv__runs *to, const dkv__maker *m, int64_t f, int64_t begin, int64_t end) {
+    if (!m->old) {
+        dkv__emit(to, begin, end);
+        return;
+    }
+    int64_t lo = m->old->first[f], hi = m->old->first[f + 1];
+    while (lo < hi) { /* the first run that ends after begin */
+        int64_t mid = lo + (hi - lo) / 2;
+        if (m->old->runs[mid].pos + m->old->runs[mid].len > begin) hi = mid;
+        else lo = mid + 1;
+    }
+    for (; lo < m->old->first[f + 1] && m->old->runs[lo].pos < end; lo++) {
+        dkv_run r = m->old->runs[lo];
+        dkv__emit(to, dkv__max(begin, r.pos), dkv__min(end, r.pos + r.len));
+    }
+    dkv__emit(to, dkv__max(begin, m->old->T_c), end);
+}
+
+/* Keep(l, g, i) = sink or recent or the union's bit (paper 3.4), from far to near. */
+DKV__PRIVATE void dkv__walk_pattern(dkv__runs *to, const dkv__maker *m, int64_t f) {
+    const dkv_pattern *p = m->p;
+    int                l = (int)(f / p->Hkv), g = (int)(f % p->Hkv);
+    int64_t            bins = dkv_bins_at(p, m->T_c), b = dkv__min(bins, p->D), begin, end;
+    if (!bins) { /* T_c <= S + R: sink and recent cover everything */
+        dkv__emit_kept(to, m, f, 0, m->T_c);
+        return;
+    }
+    dkv__emit_kept(to, m, f, 0, p->S);
+    if (bins > p->D) {
+        int keep = m->beyond == DKV_BEYOND_KEEP || (m->beyond == DKV_BEYOND_CLAMP && dkv_union_get(p, l, g, p->D - 1));
+        if (keep) dkv__emit_kept(to, m, f, p->S, m->T_c - p->R - p->W * p->D);
+    }
+    uint64_t bits = dkv__union_word(p, l, g, (b - 1) / 64);
+    while (b-- > 0) {
+        if (b % 64 == 63) bits = dkv__union_word(p, l, g, b / 64);
+        if (!(bits >> (b % 64) & 1u)) continue;
+        dkv_bin_span(p, m->T_c, b, &begin, &end);
+        dkv__emit_kept(to, m, f, begin, end);
+    }
+    dkv__emit_kept(to, m, f, m->T_c - p->R, m->T_c);
+}
+
+DKV__PRIVATE void dkv__walk_positions(dkv__runs *to, const dkv__maker *m, int64_t f) {
+    if (!m->positions) {
+        dkv__emit(to, 0, m->T_c);
+        return;
+    }
+    for (int64_t i = 0; i < m->counts[f]; i++, to->at++) dkv__emit(to, m->positions[to->at], m->positions[to->at] + 1);
+}
+
+DKV__INLINE void dkv__walk_head(dkv__runs *to, const dkv__maker *m, int64_t f) {
+    to->rows = 0;
+    to->end = -1;
+    m->walk(to, m, f);
+}
+
+DKV__PRIVATE dkv_result dkv__plan_build(dkv_plan *plan, void *mem, size_t *bytes, const dkv__maker *m, int L, int Hkv) {
+    int64_t   heads = (int64_t)L * Hkv;
+    dkv__runs to = {NULL, 0, 0, 0, 0};
+    for (int64_t f = 0; f < heads; f++) dkv__walk_head(&to, m, f);
+    size_t need = (size_t)(2 * heads + 1) * sizeof(int64_t) + (size_t)to.n * sizeof(dkv_run);
+    if (!mem) {
+        *bytes = need;
+        return DKV_OK;
+    }
+    if (*bytes < need) return DKV_ERR_CAPACITY;
+    if (!dkv__aligned(mem, 8)) return DKV_ERR_ALIGN;
+    int64_t *first = (int64_t *)mem, *rows = first + heads + 1;
+    to.out = (dkv_run *)(void *)(rows + heads);
+    to.n = to.at = 0;
+    for (int64_t f = 0; f < heads; f++) {
+        first[f] = to.n;
+        dkv__walk_head(&to, m, f);
+        rows[f] = to.rows;
+    }
+    first[heads] = to.n;
+    plan->L = L;
+    plan->Hkv = Hkv;
+    plan->T_c = m->T_c;
+    plan->pattern_crc = m->p ? dkv_pattern_crc(m->p) : 0;
+    plan->first = first;
+    plan->rows = rows;
+    plan->runs = to.out;
+    return DKV_OK;
+}
+
+/* A pattern applied at T_c: checks what every user of one must. */
+DKV__PRIVATE dkv_result dkv__maker_pattern(dkv__maker *m, const dkv_pattern *p, int64_t T_c, dkv_beyond beyond) {
+    dkv_result r = dkv__pattern_check_fields(p);
+    memset(m, 0, sizeof *m);
+    m->walk = dkv__walk_pattern;
+    m->p = p;
+    m->T_c = T_c;
+    m->beyond = beyond;
+    if (r) return r;
+    if (T_c < 0 || T_c > DKV__FAR || (int)beyond < DKV_BEYOND_ERROR || beyond > DKV_BEYOND_DROP) return DKV_ERR_FIELD;
+    return beyond == DKV_BEYOND_ERROR && dkv_bins_at(p, T_c) > p->D ? DKV_ERR_RANGE : DKV_OK;
+}
+
+DKV_API dkv_result dkv_plan_make(dkv_plan *plan, void *mem, size_t *bytes, const dkv_pattern *p, int64_t T_c,
+                                 dkv_beyond beyond) {
+    dkv__maker m;
+    dkv_result r = dkv__maker_pattern(&m, p, T_c, beyond);
+    return r ? r : dkv__plan_build(plan, mem, bytes, &m, p->L, p->Hkv);
+}
+
+DKV_API dkv_result dkv_plan_from_positions(dkv_plan *plan, void *mem, size_t *bytes, int L, int Hkv, int64_t T_c,
+                                           const int64_t *positions, const int64_t *counts) {
+    dkv__maker m;
+    if (L < 1 || L > 4096 || Hkv < 1 || Hkv > 4096 || T_c < 0 || T_c > DKV__FAR) return DKV_ERR_FIELD;
+    const int64_t *at = positions;
+    for (int64_t f = 0; positions && f < (int64_t)L * Hkv; f++) {
+        if (counts[f] < 0 || counts[f] > T_c) return DKV_ERR_ORDER;
+        for (int64_t i = 0, last = -1; i < counts[f]; i++, last = *at++) {
+            if (*at <= last || *at >= T_c) return DKV_ERR_ORDER;
+        }
+    }
+    memset(&m, 0, sizeof m);
+    m.walk = dkv__walk_positions;
+    m.T_c = T_c;
+    m.positions = positions;
+    m.counts = counts;
+    return dkv__plan_build(plan, mem, bytes, &m, L, Hkv);
+}
+
+DKV_API dkv_result dkv_plan_refine(dkv_plan *plan, void *mem, size_t *bytes, const dkv_plan *old,
+                                   const dkv_pattern *p, int64_t T_c, dkv_beyond beyond) {
+    dkv__maker m;
+    dkv_result r = dkv__maker_pattern(&m, p, T_c, beyond);
+    if (r) return r;
+    if (old->L != p->L || old->Hkv != p->Hkv) return DKV_ERR_SHAPE;
+    if (T_c < old->T_c) return DKV_ERR_ORDER;
+    m.old = old;
+    return dkv__plan_build(plan, mem, bytes, &m, p->L, p->Hkv);
+}
+
+DKV_API void dkv_plan_positions(const dkv_plan *plan, int l, int g, int64_t *positions) {
+    int64_t f = (int64_t)l * plan->Hkv + g;
+    for (int64_t i = plan->first[f]; i < plan->first[f + 1]; i++) {
+        for (int64_t j = 0; j < plan->runs[i].len; j++) *positions++ = plan->runs[i].pos + j;
+    }
+}
+
+DKV_API int64_t dkv_plan_row(const dkv_plan *plan, int l, int g, int64_t pos) {
+    int64_t f = (int64_t)l * plan->Hkv + g, lo = plan->first[f], hi = plan->first[f + 1];
+    while (lo < hi) { /* the first run that ends after pos */
+        int64_t mid = lo + (hi - lo) / 2;
+        if (plan->runs[mid].pos + plan->runs[mid].len > pos) hi = mid;
+        else lo = mid + 1;
+    }
+    return lo < plan->first[f + 1] && plan->runs[lo].pos <= pos ? plan->runs[lo].row + pos - plan->runs[lo].pos : -1;
+}
+
+DKV__PRIVATE double dkv__ratio(int64_t part, int64_t whole) { return whole ? (double)part / (double)whole : 1.0; }
+
+DKV_API dkv_result dkv_dry_run(dkv_stats *out, const dkv_pattern *p, int64_t T_c, dkv_beyond beyond) {
+    dkv__maker m;
+    dkv_result r = dkv__maker_pattern(&m, p, T_c, beyond);
+    if (r) return r;
+    int64_t   heads = (int64_t)p->L * p->Hkv, bins = dkv__min(dkv_bins_at(p, T_c), p->D), ones = 0;
+    dkv_stats s;
+    memset(&s, 0, sizeof s);
+    for (int64_t f = 0; f < heads; f++) {
+        dkv__runs to = {NULL, 0, 0, 0, 0};
+        dkv__walk_head(&to, &m, f);
+        s.kept += to.rows;
+    }
+    for (int64_t row = 0; row < (int64_t)p->L * p->H; row++) {
+        for (int64_t b = 0; b < bins; b += 64) {
+            uint64_t reached = bins - b >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << (bins - b)) - 1;
+            ones += dkv__popcount(dkv__get64(dkv__bits_row(p, row) + b / 8) & reached);
+        }
+    }
+    s.total = heads * T_c;
+    s.compressible = heads * dkv__max(T_c - p->S - p->R, 0);
+    s.compressible_kept = s.kept - (s.total - s.compressible);
+    s.logical = dkv__ratio(ones, (int64_t)p->L * p->H * bins);
+    s.physical = dkv__ratio(s.compressible_kept, s.compressible);
+    s.physical_total = dkv__ratio(s.kept, s.total);
+    *out = s;
+    return DKV_OK;
+}
+
+DKV__PRIVATE int64_t dkv__rows_total(const int64_t *rows, int64_t n) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += rows[i];
+    return sum;
+}
+
+DKV_API int64_t dkv_kv_bytes_packed(const dkv_plan *plan, const dkv_shape *s, dkv_type type) {
+    return dkv__rows_total(plan->rows, (int64_t)plan->L * plan->Hkv) * (s->d_k + s->d_v) * dkv_type_bytes(type);
+}
+
+DKV_API int64_t dkv_kv_bytes_dense(const dkv_shape *s, dkv_type type, int64_t T_c) {
+    return (int64_t)s->L * s->Hkv * T_c * (s->d_k + s->d_v) * dkv_type_bytes(type);
+}
+
+/* ==========================================================================
+   [PACK]  the packed layout, and the one way rows get into it
+   in:  any segment: strided in any way, or packed
+   out: packed rows in order; opening a block of 16 rows clears it, so slack is zero or stale, never wild
+   invariant: a function of (type, d) only
+   ========================================================================== */
+
+DKV__INLINE int64_t dkv__capacity(const dkv_packed *p, int64_t g) {
+    return p->capacity ? p->capacity : dkv__round_up(p->rows[g], DKV__BLOCK);
+}
+
+DKV__PRIVATE int64_t dkv__rows_before(const dkv_packed *p, int64_t g) { /* capacity of the heads before g */
+    int64_t sum = p->capacity * g;
+    for (int64_t i = 0; !p->capacity && i < g; i++) sum += dkv__capacity(p, i);
+    return sum;
+}
+
+DKV__INLINE int64_t dkv__v_row_bytes(dkv_type type, int64_t d) { return dkv__v_width(d) * dkv_type_bytes(type); }
+
+DKV__INLINE int64_t dkv__k_bytes(const dkv_packed *p) { /* all heads, padded so that V starts a cache line */
+    return dkv__round_up(dkv__rows_before(p, p->Hkv) / DKV__BLOCK * dkv__k_block_bytes(p->type, p->d_k), DKV__ALIGN);
+}
+
+DKV__PRIVATE int64_t dkv__packed_bytes(const dkv_packed *p) {
+    return dkv__round_up(dkv__k_bytes(p) + dkv__rows_before(p, p->Hkv) * dkv__v_row_bytes(p->type, p->d_v), DKV__ALIGN);
+}
+
+/* One KV head of a packed layer. */
+typedef struct dkv__head {
+    char    *k, *v;          /* its first block, its first row */
+    dkv_type type;
+    int64_t  d_k, d_v;
+    int64_t  k_block, v_row; /* bytes */
+} dkv__head;
+
+DKV__PRIVATE dkv__head dkv__head_of(const dkv_packed *p, int64_t g) {
+    dkv__head h;
+    int64_t   before = dkv__rows_before(p, g);
+    h.type = p->type;
+    h.d_k = p->d_k;
+    h.d_v = p->d_v;
+    h.k_block = dkv__k_block_bytes(p->type, p->d_k);
+    h.v_row = dkv__v_row_bytes(p->type, p->d_v);
+    h.k = (char *)p->data + before / DKV__BLOCK * h.k_block;
+    h.v = (char *)p->data + dkv__k_bytes(p) + before * h.v_row;
+    return h;
+}
+
+DKV_API int64_t dkv_kv_bytes_alloc(const dkv_plan *plan, const dkv_shape *s, dkv_type type) {
+    dkv_packed p = {NULL, type, plan->Hkv, s->d_k, s->d_v, NULL, 0};
+    int64_t    sum = 0;
+    for (int64_t l = 0; l < plan->L; l++) {
+        p.rows = plan->rows + l * plan->Hkv;
+        sum += dkv__packed_bytes(&p);
+    }
+    return sum;
+}
+
+DKV_API dkv_segment dkv_strided(dkv_tensor k, dkv_tensor v, int64_t n) {
+    dkv_segment s;
+    s.packed = NULL;
+    s.k = k;
+    s.v = v;
+    s.rows = NULL;
+    s.n = n;
+    return s;
+}
+
+DKV__INLINE int64_t dkv__segment_rows(const dkv_segment *s, int64_t g) {
+    return s->packed ? s->packed->rows[g] : s->rows ? s->rows[g] : s->n;
+}
+
+DKV__INLINE const char *dkv__at(const dkv_tensor *t, int64_t token, int64_t head) {
+    return (const char *)t->data + token * t->stride_token + head * t->stride_head;
+}
+
+/* x[d] <- one strided row */
+DKV__PRIVATE void dkv__load_row(float *x, const dkv_tensor *t, int64_t token, int64_t head, int64_t d,
+                                const dkv__kernels *f) {
+    const char *p = dkv__at(t, token, head);
+    if (t->stride_dim == dkv_type_bytes(t->type)) f->load(x, p, t->type, d);
+    else for (int64_t j = 0; j < d; j++) x[j] = dkv__element(p + j * t->stride_dim, t->type);
+}
+
+DKV__PRIVATE void dkv__store_row(const dkv_tensor *t, int64_t token, int64_t head, const float *x, int64_t d,
+                                 const dkv__kernels *f) {
+    char *p = (char *)(uintptr_t)dkv__at(t, token, head);
+    if (t->stride_dim == dkv_type_bytes(t->type)) f->store(p, t->type, x, d);
+    else for (int64_t j = 0; j < d; j++) dkv__set_element(p + j * t->stride_dim, t->type, x[j]);
+}
+
+/* One row of K and V of a packed head, out and in through f32: exact, since f32 holds every type. */
+DKV__PRIVATE void dkv__head_get(float *k, float *v, const dkv__head *h, int64_t row) {
+    const char *kb = h->k + row / DKV__BLOCK * h->k_block;
+    int64_t     e = dkv_type_bytes(h->type), t = row % DKV__BLOCK, dv = dkv__v_width(h->d_v);
+    for (int64_t j = 0; j < h->d_k; j++) k[j] = dkv__element(kb + dkv__k_index(h->type, j, t) * e, h->type);
+    for (int64_t j = 0; j < h->d_v; j++) v[j] = dkv__element(h->v + dkv__v_index(h->type, dv, row, j) * e, h->type);
+}
+
+/* x[d] converted to type and spread out: element j goes to index first + j / pair * jump + j % pair. */
+DKV__INLINE void dkv__scatter(char *to, dkv_type type, const float *x, int64_t d, int64_t first, int64_t jump,
+                              int64_t pair, const dkv__kernels *f) {
+    uint16_t h[DKV__MAX_D];
+    if (type == DKV_F32) {
+        for (int64_t j = 0; j < d; j++) memcpy(to + (first + j * jump) * 4, x + j, 4);
+        return;
+    }
+    f->store(h, type, x, d);
+    for (int64_t j = 0; j < d; j++) memcpy(to + (first + j / pair * jump + j % pair) * 2, h + j, 2);
+}
+
+DKV__PRIVATE void dkv__head_set(const dkv__head *h, int64_t row, const float *k, const float *v,
+                                const dkv__kernels *f) {
+    char   *kb = h->k + row / DKV__BLOCK * h->k_block;
+    int64_t t = row % DKV__BLOCK;
+    if (t == 0) {
+        memset(kb, 0, (size_t)h->k_block);
+        memset(h->v + row * h->v_row, 0, (size_t)(DKV__BLOCK * h->v_row));
+    }
+    if (h->type == DKV_BF16) {
+        dkv__scatter(kb, DKV_BF16, k, h->d_k, 2 * t, 2 * DKV__BLOCK, 2, f);
+        dkv__scatter(h->v + (row - row % 2) * h->v_row, DKV_BF16, v, h->d_v, row % 2, 2, 1, f);
+    } else {
+        dkv__scatter(kb, h->type, k, h->d_k, t, DKV__BLOCK, 1, f);
+        f->store(h->v + row * h->v_row, h->type, v, h->d_v);
+    }
+}
+
+/* n rows of KV head g of a segment, from row src on, to rows dst.. of a packed head. */
+DKV__PRIVATE void dkv__copy_rows(const dkv__head *to, int64_t dst, const dkv_segment *s, int64_t g, int64_t src,
+                                 int64_t n, const dkv__kernels *f) {
+    float     k[DKV__MAX_D], v[DKV__MAX_D];
+    dkv__head from;
+    if (s->packed) from = dkv__head_of(s->packed, g);
+    for (int64_t i = 0; i < n; i++) {
+        if (s->packed) {
+            dkv__head_get(k, v, &from, src + i);
+        } else {
+            dkv__load_row(k, &s->k, src + i, g, to->d_k, f);
+            dkv__load_row(v, &s->v, src + i, g, to->d_v, f);
+        }
+        dkv__head_set(to, dst + i, k, v, f);
+    }
+}
+
+DKV__INLINE int dkv__d_ok(int64_t d) { return d >= 1 && d <= DKV__MAX_D; }
+
+/* Whether a segment can be read as [rows][Hkv][d]: shapes, types, counts. */
+DKV__PRIVATE dkv_result dkv__segment_check(const dkv_segment *s, int64_t Hkv, int64_t d_k, int64_t d_v) {
+    int empty = !s->packed && !s->rows && s->n == 0;
+    if (empty) return DKV_OK; /* nothing is read: tensors may be left zero */
+    if (s->packed && (s->packed->Hkv != Hkv || s->packed->d_k != d_k || s->packed->d_v != d_v)) return DKV_ERR_SHAPE;
+    if (s->packed ? !dkv_type_bytes(s->packed->type) : !dkv_type_bytes(s->k.type) || !dkv_type_bytes(s->v.type)) {
+        return DKV_ERR_TYPE;
+    }
+    for (int64_t g = 0; g < Hkv; g++) {
+        int64_t rows = dkv__segment_rows(s, g);
+        if (rows < 0 || rows > DKV__FAR) return DKV_ERR_SHAPE;
+        if (s->packed && s->packed->capacity && (rows > s->packed->capacity || s->packed->capacity % DKV__BLOCK)) {
+            return DKV_ERR_CAPACITY;
+        }
+    }
+    return s->packed && !dkv__aligned(s->packed->data, DKV__ALIGN) ? DKV_ERR_ALIGN : DKV_OK;
+}
+
+DKV__PRIVATE int dkv__segment_overlaps(const dkv_segment *s, int64_t Hkv, int64_t d_k, int64_t d_v, dkv__range r) {
+    if (s->packed) return dkv__overlap(r, dkv__byte_range(s->packed->data, (size_t)dkv__packed_bytes(s->packed)));
+    int64_t most = s->rows ? 0 : s->n;
+    for (int64_t g = 0; s->rows && g < Hkv; g++) most = dkv__max(most, s->rows[g]);
+    return dkv__overlap(r, dkv__tensor_range(&s->k, most, Hkv, d_k)) ||
+           dkv__overlap(r, dkv__tensor_range(&s->v, most, Hkv, d_v));
+}
+
+DKV__PRIVATE void dkv__pack_layer(const dkv_packed *to, const dkv_plan *plan, int l, const dkv_segment *source) {
+    const dkv__kernels *f = dkv__simd();
+    for (int64_t g = 0; g < plan->Hkv; g++) {
+        int64_t   flat = (int64_t)l * plan->Hkv + g;
+        dkv__head head = dkv__head_of(to, g);
+        for (int64_t i = plan->first[flat]; i < plan->first[flat + 1]; i++) {
+            dkv_run r = plan->runs[i];
+            dkv__copy_rows(&head, r.row, source, g, r.pos, r.len, f);
+        }
+    }
+}
+
+/* Source of a whole context: exactly T_c rows for every KV head. */
+DKV__PRIVATE dkv_result dkv__source_check(const dkv_segment *s, const dkv_plan *plan, int64_t d_k, int64_t d_v) {
+    dkv_result r = dkv__segment_check(s, plan->Hkv, d_k, d_v);
+    for (int64_t g = 0; !r && g < plan->Hkv; g++) {
+        if (dkv__segment_rows(s, g) != plan->T_c) r = DKV_ERR_SHAPE;
+    }
+    return r;
+}
+
+DKV_API dkv_result dkv_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type type, const dkv_plan *plan, int l,
+                            int d_k, int d_v, const dkv_segment *source) {
+    DKV_ASSERT(l >= 0 && l < plan->L);
+    if (!dkv__d_ok(d_k) || !dkv__d_ok(d_v)) return DKV_ERR_SHAPE;
+    if (!dkv_type_bytes(type)) return DKV_ERR_TYPE;
+    dkv_packed p = {mem, type, plan->Hkv, d_k, d_v, plan->rows + (int64_t)l * plan->Hkv, 0};
+    size_t     need = (size_t)dkv__packed_bytes(&p);
+    if (!mem) {
+        *bytes = need;
+        return DKV_OK;
+    }
+    if (*bytes < need) return DKV_ERR_CAPACITY;
+    if (!dkv__aligned(mem, DKV__ALIGN)) return DKV_ERR_ALIGN;
+    dkv_result r = dkv__source_check(source, plan, d_k, d_v);
+    if (r) return r;
+    if (dkv__segment_overlaps(source, plan->Hkv, d_k, d_v, dkv__byte_range(mem, need))) return DKV_ERR_OVERLAP;
+    dkv__pack_layer(&p, plan, l, source);
+    *out = p;
+    return DKV_OK;
+}
+
+DKV__PRIVATE void dkv__move_row(const dkv_tensor *t, int64_t to, int64_t from, int64_t head, int64_t d) {
+    char       *dst = (char *)(uintptr_t)dkv__at(t, to, head);
+    const char *src = dkv__at(t, from, head);
+    int64_t     e = dkv_type_bytes(t->type);
+    if (t->stride_dim == e) memmove(dst, src, (size_t)(d * e));
+    else for (int64_t j = 0; j < d; j++) memmove(dst + j * t->stride_dim, src + j * t->stride_dim, (size_t)e);
+}
+
+DKV_API dkv_result dkv_pack_front(dkv_tensor k, dkv_tensor v, const dkv_plan *plan, int l, int d_k, int d_v) {
+    DKV_ASSERT(l >= 0 && l < plan->L);
+    if (!dkv__d_ok(d_k) || !dkv__d_ok(d_v)) return DKV_ERR_SHAPE;
+    if (!dkv_type_bytes(k.type) || !dkv_type_bytes(v.type)) return DKV_ERR_TYPE;
+    if (k.data == v.data) return DKV_ERR_OVERLAP; /* rows would move twice; interleaved K and V have different bases */
+    for (int64_t g = 0; g < plan->Hkv; g++) {
+        int64_t flat = (int64_t)l * plan->Hkv + g;
+        for (int64_t i = plan->first[flat]; i < plan->first[flat + 1]; i++) {
+            dkv_run r = plan->runs[i];
+            for (int64_t j = 0; j < r.len && r.row != r.pos; j++) { /* row <= pos: ascending is safe */
+                dkv__move_row(&k, r.row + j, r.pos + j, g, d_k);
+                dkv__move_row(&v, r.row + j, r.pos + j, g, d_v);
+            }
+        }
+    }
+    return DKV_OK;
+}
+
+/* Rows of KV head g to head `to` of strided tensors. */
+DKV__PRIVATE void dkv__unpack_head(const dkv_tensor *k, const dkv_tensor *v, int64_t to, const dkv_packed *packed,
+                                   int64_t g) {
+    const dkv__kernels *f = dkv__simd();
+    dkv__head           head = dkv__head_of(packed, g);
+    float               kx[DKV__MAX_D], vx[DKV__MAX_D];
+    for (int64_t row = 0; row < packed->rows[g]; row++) {
+        dkv__head_get(kx, vx, &head, row);
+        dkv__store_row(k, row, to, kx, packed->d_k, f);
+        dkv__store_row(v, row, to, vx, packed->d_v, f);
+    }
+}
+
+DKV_API dkv_result dkv_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *packed, int g) {
+    DKV_ASSERT(g >= 0 && g < packed->Hkv);
+    if (!dkv_type_bytes(k.type) || !dkv_type_bytes(v.type)) return DKV_ERR_TYPE;
+    dkv__range from = dkv__byte_range(packed->data, (size_t)dkv__packed_bytes(packed));
+    if (dkv__overlap(from, dkv__tensor_range(&k, packed->rows[g], g + 1, packed->d_k)) ||
+        dkv__overlap(from, dkv__tensor_range(&v, packed->rows[g], g + 1, packed->d_v))) {
+        return DKV_ERR_OVERLAP;
+    }
+    dkv__unpack_head(&k, &v, g, packed, g);
+    return DKV_OK;
+}
+
+/* ==========================================================================
+   [ATTEND]  softmax(scale * q . k) v over context and tail, K and V read once per KV head
+   in:  queries of all heads; per KV head its own number of keys
+   out: outputs, LSE
+   A work item is (KV head, block of query rows, chunk of tiles). Rows are (query, head of the group), query first.
+   Items of a row block that is cut into chunks leave partial (max, sum, o) in slots, which combine merges in chunk
+   order: the cut depends on sizes only, never on the number of threads, so neither do the bits.
+   ========================================================================== */
+
+#define DKV__ROW_BLOCK 192 /* query rows that share one conversion of a strided tile; q and o stay in L2 */
+#define DKV__ITEMS     256 /* items worth having for balance over up to 64 threads */
+
+typedef struct dkv__item {
+    const dkv_attention *a;
+    int64_t              g, row, rows;    /* KV head; query rows row .. row + rows - 1 of its G * N_q */
+    int64_t              tile, tiles;     /* tiles tile .. tile + tiles - 1 of context, then tail */
+    int64_t              chunk, chunks;   /* which part of the row block's tiles */
+    int64_t              slot;            /* of chunk 0, when chunks > 1 */
+} dkv__item;
+
+typedef struct dkv__schedule {
+    const dkv_attention *a;
+    int64_t              n;
+    int64_t              chunk;           /* tiles per item */
+    int64_t              weight;          /* of all items: bytes of K and V times rows */
+    int64_t              slots;           /* at most */
+    int64_t              rows, wk, wv;    /* largest row block, K and V width in floats */
+    int                  strided;         /* some segment needs converting */
+} dkv__schedule;
+
+DKV__INLINE int64_t dkv__query_rows(const dkv_attention *a) { return a->H / a->Hkv * a->N_q; }
+
+/* Tail rows that query i sees. */
+DKV__INLINE int64_t dkv__visible(const dkv_attention *a, int64_t g, int64_t i) {
+    int64_t n = dkv__segment_rows(&a->tail, g);
+    return dkv__min(dkv__max(n - a->N_q + 1 + i, 0), n);
+}
+
+DKV__INLINE int64_t dkv__context_tiles(const dkv_attention *a, int64_t g) {
+    return dkv__ceil_div(dkv__segment_rows(&a->context, g), DKV__TILE);
+}
+
+/* Tiles that the row block ending at row end - 1 looks at. */
+DKV__INLINE int64_t dkv__tiles(const dkv_attention *a, int64_t g, int64_t end) {
+    int64_t last = (end - 1) / (a->H / a->Hkv);
+    return dkv__context_tiles(a, g) + dkv__ceil_div(dkv__visible(a, g, last), DKV__TILE);
+}
+
+/* The next item in order; start with a zeroed item whose a is the first attention. */
+DKV__PRIVATE int dkv__next_item(dkv__item *it, const dkv__schedule *s) {
+    int64_t slots = it->chunks > 1 ? it->chunks : 0;
+    if (it->chunk + 1 < it->chunks) {
+        it->chunk++;
+    } else {
+        it->chunk = 0;
+        it->slot += slots;
+        it->row += it->rows;
+        if (it->rows && it->row == dkv__query_rows(it->a)) {
+            it->row = 0;
+            it->g++;
+        }
+        while (it->a < s->a + s->n && (it->g == it->a->Hkv || !it->a->N_q)) {
+            it->a++;
+            it->g = it->row = 0;
+        }
+        if (it->a == s->a + s->n) return 0;
+        it->rows = dkv__min(dkv__query_rows(it->a) - it->row, DKV__ROW_BLOCK);
+        it->chunks = dkv__max(dkv__ceil_div(dkv__tiles(it->a, it->g, it->row + it->rows), s->chunk), 1);
+    }
+    it->tile = it->chunk * s->chunk;
+    it->tiles = dkv__min(dkv__tiles(it->a, it->g, it->row + it->rows) - it->tile, s->chunk);
+    return 1;
+}
+
+DKV__INLINE dkv__item dkv__first_item(const dkv__schedule *s) {
+    dkv__item it;
+    memset(&it, 0, sizeof it);
+    it.a = s->a;
+    return it;
+}
+
+DKV__INLINE int64_t dkv__item_weight(const dkv__item *it) {
+    return dkv__max(it->tiles, 1) * it->rows * (it->a->d_k + it->a->d_v);
+}
+
+DKV__PRIVATE dkv__schedule dkv__schedule_make(const dkv_attention *a, int64_t n) {
+    dkv__schedule s;
+    dkv__item     it;
+    int64_t       tiles = 0, blocks = 0;
+    memset(&s, 0, sizeof s);
+    s.a = a;
+    s.n = n;
+    s.chunk = DKV__FAR; /* first pass: whole row blocks */
+    for (it = dkv__first_item(&s); dkv__next_item(&it, &s); blocks++) {
+        tiles += it.tiles;
+        s.weight += dkv__item_weight(&it);
+        s.rows = dkv__max(s.rows, it.rows);
+        s.wk = dkv__max(s.wk, dkv__round_up(it.a->d_k, 16));
+        s.wv = dkv__max(s.wv, dkv__v_width(it.a->d_v));
+        s.strided |= !it.a->context.packed || !it.a->tail.packed;
+    }
+    if (blocks * 4 < DKV__ITEMS) { /* few row blocks: cut along the keys */
+        s.chunk = dkv__max(dkv__ceil_div(tiles, DKV__ITEMS), 1);
+        s.slots = DKV__ITEMS + blocks;
+    }
+    return s;
+}
+
+/* Workspace: slots of partial rows [rows][wv + 2], then one scratch per thread; in floats, all multiples of 16. */
+DKV__INLINE int64_t dkv__slot_floats(const dkv__schedule *s) { return dkv__round_up(s->rows * (s->wv + 2), 16); }
+
+DKV__INLINE int64_t dkv__tile_floats(const dkv__schedule *s) { return s->strided ? DKV__TILE * (s->wk + s->wv) : 0; }
+
+DKV__INLINE int64_t dkv__scratch_floats(const dkv__schedule *s) {
+    return dkv__round_up(s->rows, 16) * (s->wk + s->wv + 2) + DKV__ROWS * DKV__TILE + dkv__tile_floats(s);
+}
+
+DKV__INLINE int64_t dkv__workspace_bytes(const dkv__schedule *s, int64_t nth) {
+    return (s->slots * dkv__slot_floats(s) + nth * dkv__scratch_floats(s)) * (int64_t)sizeof(float);
+}
+
+/* One thread's scratch. */
+typedef struct dkv__scratch {
+    float *q, *o;        /* [rows][wk], [rows][wv] */
+    float *max, *sum;    /* [rows] */
+    float *s;            /* [DKV__ROWS][DKV__TILE] */
+    float *tile;         /* one converted tile, f32 packed */
+    int64_t wk, wv;
+} dkv__scratch;
+
+DKV__PRIVATE dkv__scratch dkv__scratch_of(const dkv__schedule *s, void *ws, int ith) {
+    dkv__scratch x;
+    int64_t      rows = dkv__round_up(s->rows, 16);
+    x.q = (float *)ws + s->slots * dkv__slot_floats(s) + ith * dkv__scratch_floats(s);
+    x.o = x.q + rows * s->wk;
+    x.max = x.o + rows * s->wv;
+    x.sum = x.max + rows;
+    x.s = x.sum + rows;
+    x.tile = x.s + DKV__ROWS * DKV__TILE;
+    x.wk = s->wk;
+    x.wv = s->wv;
+    return x;
+}
+
+/* A tile of packed keys: where they lie, and how many. */
+typedef struct dkv__keys {
+    const char *k, *v;
+    dkv_type    type;
+    int64_t     n, start; /* start: row in the segment */
+    int         tail;
+} dkv__keys;
+
+DKV__PRIVATE dkv__keys dkv__tile_keys(const dkv__item *it, int64_t tile, const dkv__scratch *x, const dkv__kernels *f) {
+    const dkv_attention *a = it->a;
+    int64_t              before = dkv__context_tiles(a, it->g);
+    const dkv_segment   *s = tile < before ? &a->context : &a->tail;
+    dkv__keys            y;
+    y.tail = tile >= before;
+    y.start = (y.tail ? tile - before : tile) * DKV__TILE;
+    y.n = dkv__min(dkv__segment_rows(s, it->g) - y.start, DKV__TILE);
+    dkv_packed own = {x->tile, DKV_F32, 1, a->d_k, a->d_v, NULL, DKV__TILE};
+    dkv__head  head = s->packed ? dkv__head_of(s->packed, it->g) : dkv__head_of(&own, 0);
+    int64_t    row = s->packed ? y.start : 0;
+    if (!s->packed) dkv__copy_rows(&head, 0, s, it->g, y.start, y.n, f); /* converted once for all rows of the block */
+    y.k = head.k + row / DKV__BLOCK * head.k_block;
+    y.v = head.v + row * head.v_row;
+    y.type = head.type;
+    return y;
+}
+
+/* Scores, softmax and output of one tile for all rows of the item, in groups that see equally many of its keys. A key
+   that a row does not see is never multiplied, so what lies there (a later query's NaN) cannot reach it. */
+DKV__PRIVATE void dkv__attend_tile(const dkv__item *it, const dkv__keys *y, const dkv__scratch *x,
+                                   const dkv__kernels *f) {
+    const dkv_attention *a = it->a;
+    const int64_t        G = a->H / a->Hkv;
+    float                alpha[DKV__ROWS];
+    for (int64_t r = 0, m; r < it->rows; r += m) {
+        int64_t n = y->n, end = it->rows; /* of the rows that see n keys, the first not to */
+        if (y->tail) {
+            int64_t i = (it->row + r) / G, seen = dkv__visible(a, it->g, i) - y->start;
+            if (seen < n) end = dkv__min((i + 1) * G - it->row, end);
+            n = dkv__min(seen, n);
+        }
+        m = dkv__min(end - r, DKV__ROWS);
+        if (n <= 0) continue;
+        f->scores(x->s, x->q + r * x->wk, x->wk, m, y->k, y->type, a->d_k, n);
+        f->softmax(x->s, x->max + r, x->sum + r, alpha, m, n, a->softcap);
+        f->mix(x->o + r * x->wv, x->wv, x->s, alpha, m, y->v, y->type, dkv__v_width(a->d_v), n);
+    }
+}
+
+DKV__PRIVATE void dkv__load_queries(const dkv__item *it, const dkv__scratch *x, const dkv__kernels *f) {
+    const dkv_attention *a = it->a;
+    const int64_t        G = a->H / a->Hkv;
+    const float          scale = a->scale > 0.0f ? a->scale : 1.0f / sqrtf((float)a->d_k);
+    for (int64_t r = 0; r < it->rows; r++) {
+        int64_t i = (it->row + r) / G, h = it->g * G + (it->row + r) % G;
+        float  *q = x->q + r * x->wk;
+        dkv__load_row(q, &a->q, i, h, a->d_k, f);
+        for (int64_t j = 0; j < a->d_k; j++) q[j] *= scale;
+        for (int64_t j = a->d_k; j < x->wk; j++) q[j] = 0.0f;
+    }
+}
+
+/* Row r of the item's block is done: o is normalised in place and written. */
+DKV__PRIVATE void dkv__finish_row(const dkv__item *it, int64_t r, float *o, float max, float sum,
+                                  const dkv__kernels *f) {
+    const dkv_attention *a = it->a;
+    const int64_t        G = a->H / a->Hkv, i = (it->row + r) / G, h = it->g * G + (it->row + r) % G;
+    float                weigh = 1.0f;
+    if (a->sink && a->sink[h] > max) { /* the sink leads: everything else is weighed against it */
+        weigh = dkv__exp(max - a->sink[h]);
+        sum = sum * weigh + 1.0f;
+        max = a->sink[h];
+    } else if (a->sink && a->sink[h] != -INFINITY) {
+        sum += dkv__exp(a->sink[h] - max);
+    }
+    weigh = sum == 0.0f ? 0.0f : weigh / sum; /* no key at all: 0 */
+    for (int64_t j = 0; j < a->d_v; j++) o[j] *= weigh;
+    dkv__store_row(&a->out, i, h, o, a->d_v, f);
+    if (a->lse) a->lse[i * a->H + h] = sum == 0.0f ? -INFINITY : (float)((double)max + log((double)sum));
+}
+
+DKV__PRIVATE void dkv__attend_item(const dkv__item *it, const dkv__schedule *s, const dkv__scratch *x, void *ws,
+                                   const dkv__kernels *f) {
+    dkv__load_queries(it, x, f);
+    for (int64_t r = 0; r < it->rows; r++) {
+        x->max[r] = -INFINITY;
+        x->sum[r] = 0.0f;
+    }
+    memset(x->o, 0, (size_t)(it->rows * x->wv) * sizeof(float));
+    for (int64_t t = it->tile; t < it->tile + it->tiles; t++) {
+        dkv__keys y = dkv__tile_keys(it, t, x, f);
+        dkv__attend_tile(it, &y, x, f);
+    }
+    if (it->chunks == 1) {
+        for (int64_t r = 0; r < it->rows; r++) dkv__finish_row(it, r, x->o + r * x->wv, x->max[r], x->sum[r], f);
+        return;
+    }
+    float *slot = (float *)ws + (it->slot + it->chunk) * dkv__slot_floats(s);
+    memcpy(slot, x->o, (size_t)(it->rows * x->wv) * sizeof(float));
+    memcpy(slot + s->rows * s->wv, x->max, (size_t)it->rows * sizeof(float));
+    memcpy(slot + s->rows * (s->wv + 1), x->sum, (size_t)it->rows * sizeof(float));
+}
+
+/* Merges row r of all chunks, in chunk order, into x->o. */
+DKV__PRIVATE void dkv__combine_row(const dkv__item *it, int64_t r, const dkv__schedule *s, const dkv__scratch *x,
+                                   const void *ws, const dkv__kernels *f) {
+    const int64_t step = dkv__slot_floats(s);
+    const float  *slot = (const float *)ws + it->slot * step;
+    float         max = -INFINITY, sum = 0.0f;
+    for (int64_t c = 0; c < it->chunks; c++) {
+        float top = slot[c * step + s->rows * s->wv + r];
+        max = top > max ? top : max;
+    }
+    memset(x->o, 0, (size_t)x->wv * sizeof(float));
+    for (int64_t c = 0; c < it->chunks; c++) {
+        const float *part = slot + c * step;
+        float        top = part[s->rows * s->wv + r], w = top == -INFINITY ? 1.0f : dkv__exp(top - max);
+        sum += w * part[s->rows * (s->wv + 1) + r]; /* a chunk without a finite logit holds zeros, or NaN to pass on */
+        f->axpy(x->o, w, part + r * s->wv, s->wv);
+    }
+    dkv__finish_row(it, r, x->o, max, sum, f);
+}
+
+DKV__PRIVATE dkv_result dkv__attention_check(const dkv_attention *a) {
+    if (a->H < 1 || a->Hkv < 1 || a->H % a->Hkv || a->N_q < 0 || a->N_q > DKV__FAR) return DKV_ERR_SHAPE;
+    if (!dkv__d_ok(a->d_k) || !dkv__d_ok(a->d_v)) return DKV_ERR_SHAPE;
+    if (!dkv_type_bytes(a->q.type) || !dkv_type_bytes(a->out.type)) return DKV_ERR_TYPE;
+    if (!(a->scale >= 0.0f) || !(a->softcap >= 0.0f)) return DKV_ERR_FIELD;
+    dkv_result r = dkv__segment_check(&a->context, a->Hkv, a->d_k, a->d_v);
+    if (!r) r = dkv__segment_check(&a->tail, a->Hkv, a->d_k, a->d_v);
+    if (r) return r;
+    dkv__range out = dkv__tensor_range(&a->out, a->N_q, a->H, a->d_v);
+    if (dkv__overlap(out, dkv__tensor_range(&a->q, a->N_q, a->H, a->d_k)) ||
+        dkv__segment_overlaps(&a->context, a->Hkv, a->d_k, a->d_v, out) ||
+        dkv__segment_overlaps(&a->tail, a->Hkv, a->d_k, a->d_v, out)) {
+        return DKV_ERR_OVERLAP;
+    }
+    return DKV_OK;
+}
+
+DKV__PRIVATE dkv_result dkv__attend_check(dkv__schedule *s, const dkv_attention *a, int64_t n, const void *ws,
+                                          size_t ws_bytes, int nth) {
+    for (int64_t i = 0; i < n; i++) {
+        dkv_result r = dkv__attention_check(&a[i]);
+        if (r) return r;
+    }
+    *s = dkv__schedule_make(a, n);
+    if (nth < 1 || (int64_t)ws_bytes < dkv__workspace_bytes(s, nth)) return DKV_ERR_CAPACITY;
+    return dkv__aligned(ws, DKV__ALIGN) ? DKV_OK : DKV_ERR_ALIGN;
+}
+
+DKV__PRIVATE void dkv__part(const dkv__schedule *s, void *ws, int ith, int nth) {
+    const dkv__kernels *f = dkv__simd();
+    dkv__scratch        x = dkv__scratch_of(s, ws, ith);
+    int64_t             before = 0;
+    dkv__item           it;
+    for (it = dkv__first_item(s); dkv__next_item(&it, s);) { /* an item belongs to the share that its middle lies in */
+        int64_t w = dkv__item_weight(&it);
+        if ((int64_t)((double)(before + w / 2) / (double)s->weight * nth) == ith) dkv__attend_item(&it, s, &x, ws, f);
+        before += w;
+    }
+}
+
+DKV__PRIVATE void dkv__combine(const dkv__schedule *s, void *ws, int ith, int nth) {
+    const dkv__kernels *f = dkv__simd();
+    dkv__scratch        x = dkv__scratch_of(s, ws, ith);
+    int64_t             row = 0;
+    dkv__item           it;
+    for (it = dkv__first_item(s); dkv__next_item(&it, s);) {
+        for (int64_t r = 0; it.chunks > 1 && it.chunk == 0 && r < it.rows; r++, row++) {
+            if (row % nth == ith) dkv__combine_row(&it, r, s, &x, ws, f);
+        }
+    }
+}
+
+DKV_API dkv_result dkv_attend_part(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, int ith, int nth) {
+    dkv__schedule s;
+    dkv_result    r = dkv__attend_check(&s, a, n, ws, ws_bytes, nth);
+    DKV_ASSERT(ith >= 0 && ith < nth);
+    if (!r) dkv__part(&s, ws, ith, nth);
+    return r;
+}
+
+DKV_API dkv_result dkv_attend_combine(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, int ith, int nth) {
+    dkv__schedule s;
+    dkv_result    r = dkv__attend_check(&s, a, n, ws, ws_bytes, nth);
+    DKV_ASSERT(ith >= 0 && ith < nth);
+    if (!r) dkv__combine(&s, ws, ith, nth);
+    return r;
+}
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+DKV__PRIVATE int dkv__default_threads(void) {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+DKV__PRIVATE void dkv__default_run(void *user, int nth, void (*task)(void *arg, int ith, int nth), void *arg) {
+    (void)user;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static, 1) num_threads(nth)
+#endif
+    for (int ith = 0; ith < nth; ith++) task(arg, ith, nth);
+}
+
+typedef struct dkv__call { const dkv__schedule *s; void *ws; } dkv__call;
+DKV__PRIVATE void dkv__part_task(void *arg, int ith, int nth) {
+    dkv__part(((dkv__call *)arg)->s, ((dkv__call *)arg)->ws, ith, nth);
+}
+DKV__PRIVATE void dkv__combine_task(void *arg, int ith, int nth) {
+    dkv__combine(((dkv__call *)arg)->s, ((dkv__call *)arg)->ws, ith, nth);
+}
+
+DKV_API dkv_result dkv_attend_size(size_t *bytes, const dkv_attention *a, int64_t n, int nth) {
+    for (int64_t i = 0; i < n; i++) {
+        dkv_result r = dkv__attention_check(&a[i]);
+        if (r) return r;
+    }
+    dkv__schedule s = dkv__schedule_make(a, n);
+    s.strided = 1; /* a later call of the same shapes may have other segments */
+    *bytes = (size_t)dkv__workspace_bytes(&s, nth > 0 ? nth : dkv__default_threads());
+    return DKV_OK;
+}
+
+DKV_API dkv_result dkv_attend(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par) {
+    dkv_parallel  own = {dkv__default_run, NULL, dkv__default_threads()};
+    dkv__schedule s;
+    if (!par) par = &own;
+    dkv_result r = dkv__attend_check(&s, a, n, ws, ws_bytes, par->nth);
+    if (r) return r;
+    dkv__call call = {&s, ws};
+    par->run(par->user, par->nth, dkv__part_task, &call);
+    if (s.slots) par->run(par->user, par->nth, dkv__combine_task, &call);
+    return DKV_OK;
+}
+
+/* ==========================================================================
+   [CACHE]  packed layers and a growing tail, owned by the library
+   in:  dense layers, one at a time; new tokens
+   out: segments for ATTEND
+   invariant: the packed context is written once per layer and then only read, so forks share it by reference
+   ========================================================================== */
+
+/* The shared part, followed in the same allocation by what the pointers name. */
+typedef struct dkv__context {
+    int           refs;   /* atomic */
+    dkv_allocator alloc;
+    size_t        bytes;
+    dkv_plan      plan;
+    dkv_shape     shape;
+    dkv_type      type;
+    dkv_packed   *layers; /* [L] */
+    uint8_t      *packed; /* [L] 1: layer was packed */
+} dkv__context;
+
+struct dkv_cache {
+    dkv__context *context;
+    size_t        bytes;
+    int64_t       capacity;
+    int64_t      *rows;   /* [L][Hkv], the same for all heads of a layer */
+    dkv_packed   *tail;   /* [L] */
+};
+
+DKV__INLINE size_t dkv__take(size_t *at, size_t bytes, size_t align) { /* the next aligned offset of an allocation */
+    size_t begin = (*at + align - 1) / align * align;
+    *at = begin + bytes;
+    return begin;
+}
+
+DKV__INLINE char *dkv__align_up(char *p) { return p + (DKV__ALIGN - (uintptr_t)p % DKV__ALIGN) % DKV__ALIGN; }
+
+DKV__INLINE size_t dkv__plan_bytes(const dkv_plan *plan) {
+    int64_t heads = (int64_t)plan->L * plan->Hkv;
+    return (size_t)(2 * heads + 1) * sizeof(int64_t) + (size_t)plan->first[heads] * sizeof(dkv_run);
+}
+
+DKV__PRIVATE dkv__context *dkv__context_create(const dkv_plan *plan, const dkv_shape *shape, dkv_type type,
+                                               const dkv_allocator *alloc) {
+    int64_t heads = (int64_t)plan->L * plan->Hkv;
+    size_t  at = sizeof(dkv__context), plan_bytes = dkv__plan_bytes(plan);
+    size_t  plan_at = dkv__take(&at, plan_bytes, 8);
+    size_t  layers_at = dkv__take(&at, (size_t)plan->L * sizeof(dkv_packed), 8);
+    size_t  packed_at = dkv__take(&at, (size_t)plan->L, 1);
+    size_t  bytes = at + DKV__ALIGN + (size_t)dkv_kv_bytes_alloc(plan, shape, type);
+    char   *mem = (char *)dkv__alloc(alloc, bytes);
+    if (!mem) return NULL;
+    dkv__context *c = (dkv__context *)(void *)mem;
+    memset(c, 0, sizeof *c);
+    c->refs = 1;
+    if (alloc) c->alloc = *alloc;
+    c->bytes = bytes;
+    c->plan = *plan;
+    c->shape = *shape;
+    c->type = type;
+    c->layers = (dkv_packed *)(void *)(mem + layers_at);
+    c->packed = (uint8_t *)mem + packed_at;
+    c->plan.first = (const int64_t *)(void *)(mem + plan_at);
+    c->plan.rows = c->plan.first + heads + 1;
+    c->plan.runs = (const dkv_run *)(const void *)(c->plan.rows + heads);
+    memcpy(mem + plan_at, plan->first, (size_t)(heads + 1) * sizeof(int64_t));
+    memcpy(mem + plan_at + (size_t)(heads + 1) * sizeof(int64_t), plan->rows, (size_t)heads * sizeof(int64_t));
+    memcpy(mem + plan_at + (size_t)(2 * heads + 1) * sizeof(int64_t), plan->runs,
+           (size_t)plan->first[heads] * sizeof(dkv_run));
+    memset(c->packed, plan->T_c == 0, (size_t)plan->L); /* nothing to pack is packed */
+    char *data = dkv__align_up(mem + at);
+    for (int64_t l = 0; l < plan->L; l++) {
+        dkv_packed p = {data, type, plan->Hkv, shape->d_k, shape->d_v, c->plan.rows + l * plan->Hkv, 0};
+        c->layers[l] = p;
+        data += dkv__packed_bytes(&p);
+    }
+    return c;
+}
+
+DKV__PRIVATE void dkv__context_release(dkv__context *c) {
+    if (DKV__ATOMIC_ADD(&c->refs, -1) == 0) {
+        dkv_allocator alloc = c->alloc;
+        dkv__free(&alloc, c, c->bytes);
+    }
+}
+
+/* A cache over context, whose reference it takes over (also when it fails). */
+DKV__PRIVATE dkv_result dkv__cache_over(dkv_cache **out, dkv__context *context, int64_t capacity) {
+    const dkv_shape *s = &context->shape;
+    int64_t          heads = (int64_t)s->L * s->Hkv;
+    dkv_packed       p = {NULL, context->type, s->Hkv, s->d_k, s->d_v, NULL, dkv__round_up(capacity, DKV__BLOCK)};
+    size_t           layer = capacity ? (size_t)dkv__packed_bytes(&p) : 0, at = sizeof(dkv_cache);
+    size_t           rows_at = dkv__take(&at, (size_t)heads * sizeof(int64_t), 8);
+    size_t           tail_at = dkv__take(&at, (size_t)s->L * sizeof(dkv_packed), 8);
+    size_t           bytes = at + DKV__ALIGN + (size_t)s->L * layer;
+    char            *mem = (char *)dkv__alloc(&context->alloc, bytes);
+    if (!mem) {
+        dkv__context_release(context);
+        return DKV_ERR_MEMORY;
+    }
+    dkv_cache *c = (dkv_cache *)(void *)mem;
+    c->context = context;
+    c->bytes = bytes;
+    c->capacity = capacity;
+    c->rows = (int64_t *)(void *)(mem + rows_at);
+    c->tail = (dkv_packed *)(void *)(mem + tail_at);
+    memset(c->rows, 0, (size_t)heads * sizeof(int64_t));
+    char *data = dkv__align_up(mem + at);
+    for (int64_t l = 0; l < s->L; l++, data += layer) {
+        p.data = data;
+        p.rows = c->rows + l * s->Hkv;
+        c->tail[l] = p;
+    }
+    *out = c;
+    return DKV_OK;
+}
+
+DKV_API dkv_result dkv_cache_create(dkv_cache **out, const dkv_plan *plan, const dkv_shape *shape, dkv_type type,
+                                    int64_t capacity, const dkv_allocator *alloc) {
+    if (shape->L != plan->L || shape->Hkv != plan->Hkv || shape->H % shape->Hkv) return DKV_ERR_SHAPE;
+    if (shape->H < 0 || !dkv__d_ok(shape->d_k) || !dkv__d_ok(shape->d_v)) return DKV_ERR_SHAPE;
+    if (!dkv_type_bytes(type)) return DKV_ERR_TYPE;
+    if (capacity < 0 || capacity > DKV__FAR) return DKV_ERR_FIELD;
+    dkv__context *context = dkv__context_create(plan, shape, type, alloc);
+    return context ? dkv__cache_over(out, context, capacity) : DKV_ERR_MEMORY;
+}
+
+DKV_API void dkv_cache_destroy(dkv_cache *c) {
+    if (!c) return;
+    dkv__context *context = c->context;
+    dkv__free(&context->alloc, c, c->bytes);
+    dkv__context_release(context);
+}
+
+DKV_API dkv_result dkv_cache_pack(dkv_cache *c, int l, const dkv_segment *source) {
+    dkv__context *x = c->context;
+    DKV_ASSERT(l >= 0 && l < x->shape.L);
+    if (x->packed[l]) return DKV_ERR_STATE;
+    dkv_result r = dkv__source_check(source, &x->plan, x->shape.d_k, x->shape.d_v);
+    if (r) return r;
+    dkv__pack_layer(&x->layers[l], &x->plan, l, source);
+    x->packed[l] = 1;
+    return DKV_OK;
+}
+
+DKV_API dkv_result dkv_cache_append(dkv_cache *c, int l, dkv_tensor k, dkv_tensor v, int64_t n) {
+    const dkv_shape    *s = &c->context->shape;
+    const dkv__kernels *f = dkv__simd();
+    DKV_ASSERT(l >= 0 && l < s->L);
+    int64_t    *rows = c->rows + (int64_t)l * s->Hkv;
+    dkv_segment source = dkv_strided(k, v, n);
+    dkv_result  r = dkv__segment_check(&source, s->Hkv, s->d_k, s->d_v);
+    if (r) return r;
+    if (n > c->capacity - rows[0]) return DKV_ERR_CAPACITY;
+    for (int64_t g = 0; g < s->Hkv; g++) {
+        dkv__head head = dkv__head_of(&c->tail[l], g);
+        dkv__copy_rows(&head, rows[g], &source, g, 0, n, f);
+        rows[g] += n;
+    }
+    return DKV_OK;
+}
+
+DKV_API int64_t dkv_cache_tail(const dkv_cache *c, int l) { return c->rows[(int64_t)l * c->context->shape.Hkv]; }
+DKV_API int64_t dkv_cache_capacity(const dkv_cache *c) { return c->capacity; }
+DKV_API const dkv_plan *dkv_cache_plan(const dkv_cache *c) { return &c->context->plan; }
+DKV_API const dkv_shape *dkv_cache_shape(const dkv_cache *c) { return &c->context->shape; }
+DKV_API dkv_type dkv_cache_type(const dkv_cache *c) { return c->context->type; }
+
+DKV_API dkv_result dkv_cache_truncate(dkv_cache *c, int64_t n) {
+    if (n < 0) return DKV_ERR_FIELD;
+    int64_t heads = (int64_t)c->context->shape.L * c->context->shape.Hkv;
+    for (int64_t f = 0; f < heads; f++) c->rows[f] = dkv__min(c->rows[f], n);
+    return DKV_OK;
+}
+
+DKV__PRIVATE dkv_segment dkv__packed_segment(const dkv_packed *p) {
+    dkv_segment s;
+    memset(&s, 0, sizeof s);
+    s.packed = p;
+    return s;
+}
+
+DKV_API dkv_segment dkv_cache_context(const dkv_cache *c, int l) { return dkv__packed_segment(&c->context->layers[l]); }
+DKV_API dkv_segment dkv_cache_tail_segment(const dkv_cache *c, int l) { return dkv__packed_segment(&c->tail[l]); }
+
+DKV_API dkv_attention dkv_cache_attention(const dkv_cache *c, int l, dkv_tensor q, int64_t N_q, dkv_tensor out) {
+    const dkv_shape *s = &c->context->shape;
+    dkv_attention    a;
+    memset(&a, 0, sizeof a);
+    a.H = s->H;
+    a.Hkv = s->Hkv;
+    a.d_k = s->d_k;
+    a.d_v = s->d_v;
+    a.N_q = N_q;
+    a.q = q;
+    a.out = out;
+    a.context = dkv_cache_context(c, l);
+    a.tail = dkv_cache_tail_segment(c, l);
+    return a;
+}
+
+DKV__PRIVATE int dkv__all_packed(const dkv_cache *c) {
+    for (int64_t l = 0; l < c->context->shape.L; l++) {
+        if (!c->context->packed[l]) return 0;
+    }
+    return 1;
+}
+
+/* Tail rows of every head of every layer, bit for bit: only whole blocks in use are copied. */
+DKV__PRIVATE void dkv__copy_tails(dkv_cache *to, const dkv_cache *from) {
+    const dkv_shape *s = &from->context->shape;
+    for (int64_t f = 0; f < (int64_t)s->L * s->Hkv; f++) {
+        int64_t   blocks = dkv__ceil_div(from->rows[f], DKV__BLOCK);
+        dkv__head a, b;
+        if (!blocks) continue;
+        a = dkv__head_of(&to->tail[f / s->Hkv], f % s->Hkv);
+        b = dkv__head_of(&from->tail[f / s->Hkv], f % s->Hkv);
+        memcpy(a.k, b.k, (size_t)(blocks * a.k_block));
+        memcpy(a.v, b.v, (size_t)(blocks * DKV__BLOCK * a.v_row));
+        to->rows[f] = from->rows[f];
+    }
+}
+
+DKV_API dkv_result dkv_cache_fork(dkv_cache **out, const dkv_cache *c, int64_t capacity) {
+    if (!dkv__all_packed(c)) return DKV_ERR_STATE;
+    if (capacity < 0 || capacity > DKV__FAR) return DKV_ERR_FIELD;
+    for (int l = 0; l < c->context->shape.L; l++) {
+        if (dkv_cache_tail(c, l) > capacity) return DKV_ERR_CAPACITY;
+    }
+    DKV__ATOMIC_ADD(&c->context->refs, 1);
+    dkv_result r = dkv__cache_over(out, c->context, capacity);
+    if (!r) dkv__copy_tails(*out, c);
+    return r;
+}
+
+/* The rows of a refined plan's runs, from the old context where the run began there, then from the tail. */
+DKV__PRIVATE void dkv__repack_layer(const dkv_packed *to, const dkv_plan *plan, const dkv_cache *c, int l) {
+    const dkv__kernels *f = dkv__simd();
+    const dkv_plan     *old = &c->context->plan;
+    dkv_segment         context = dkv_cache_context(c, l), tail = dkv_cache_tail_segment(c, l);
+    for (int g = 0; g < plan->Hkv; g++) {
+        int64_t   flat = (int64_t)l * plan->Hkv + g;
+        dkv__head head = dkv__head_of(to, g);
+        for (int64_t i = plan->first[flat]; i < plan->first[flat + 1]; i++) {
+            dkv_run r = plan->runs[i];
+            int64_t packed = dkv__min(dkv__max(old->T_c - r.pos, 0), r.len); /* of one old run */
+            if (packed) dkv__copy_rows(&head, r.row, &context, g, dkv_plan_row(old, l, g, r.pos), packed, f);
+            dkv__copy_rows(&head, r.row + packed, &tail, g, r.pos + packed - old->T_c, r.len - packed, f);
+        }
+    }
+}
+
+DKV_API dkv_result dkv_cache_recompress(dkv_cache **out, const dkv_cache *c, const dkv_pattern *p, dkv_beyond beyond,
+                                        int64_t capacity) {
+    const dkv_allocator *alloc = &c->context->alloc;
+    int64_t              tail = dkv_cache_tail(c, 0), T_c = c->context->plan.T_c + tail;
+    dkv_plan             plan;
+    size_t               bytes;
+    if (!dkv__all_packed(c)) return DKV_ERR_STATE;
+    for (int l = 0; l < c->context->shape.L; l++) {
+        if (dkv_cache_tail(c, l) != tail) return DKV_ERR_STATE;
+    }
+    dkv_result r = dkv_plan_refine(&plan, NULL, &bytes, &c->context->plan, p, T_c, beyond);
+    if (r) return r;
+    void *mem = dkv__alloc(alloc, bytes);
+    if (!mem) return DKV_ERR_MEMORY;
+    dkv_cache *fresh = NULL;
+    r = dkv_plan_refine(&plan, mem, &bytes, &c->context->plan, p, T_c, beyond);
+    if (!r) r = dkv_cache_create(&fresh, &plan, &c->context->shape, c->context->type, capacity, alloc);
+    for (int l = 0; !r && l < plan.L; l++) {
+        dkv__repack_layer(&fresh->context->layers[l], &plan, c, l);
+        fresh->context->packed[l] = 1;
+    }
+    dkv__free(alloc, mem, bytes);
+    if (!r) *out = fresh;
+    return r;
+}
+
+/* ---- save and restore ----
+
+     0  8  magic "DKVC\r\n\x1a\n"           64  4  pattern CRC32
+     8  4  version = 1                      68 60  zero
+    12  4  header bytes = 128              128     runs of each (layer, KV head): L * Hkv * 8 bytes
+    16  8  file bytes                              the runs: position, length, 8 bytes each
+    24  4  L                                       tail rows of each layer: L * 8 bytes
+    28  4  H                                       per (layer, KV head): K [rows][d_k], V [rows][d_v],
+    32  4  Hkv                                         tail K [n][d_k], tail V [n][d_v]
+    36  8  d_k, d_v (4 each)                       CRC32 over every byte before it, 4 bytes
+    44  4  type
+    48  8  T_c                             Elements are little-endian, as every host that this was built for is.
+    56  8  runs in all                                                                                              */
+
+#define DKV__CACHE_HEADER 128
+static const uint8_t dkv__cache_magic[8] = {'D', 'K', 'V', 'C', '\r', '\n', 0x1a, '\n'};
+
+DKV__PRIVATE size_t dkv__cache_image_bytes(const dkv_cache *c) {
+    const dkv__context *x = c->context;
+    int64_t             heads = (int64_t)x->shape.L * x->shape.Hkv;
+    int64_t             rows = dkv__rows_total(x->plan.rows, heads) + dkv__rows_total(c->rows, heads);
+    return (size_t)(DKV__CACHE_HEADER + heads * 8 + x->plan.first[heads] * 16 + x->shape.L * 8 +
+                    rows * (x->shape.d_k + x->shape.d_v) * dkv_type_bytes(x->type) + 4);
+}
+
+DKV__PRIVATE void dkv__cache_header(uint8_t *out, const dkv_cache *c, size_t bytes) {
+    const dkv__context *x = c->context;
+    memset(out, 0, DKV__CACHE_HEADER);
+    memcpy(out, dkv__cache_magic, 8);
+    dkv__put32(out + 8, DKV_CACHE_VERSION);
+    dkv__put32(out + 12, DKV__CACHE_HEADER);
+    dkv__put64(out + 16, bytes);
+    dkv__put32(out + 24, (uint32_t)x->shape.L);
+    dkv__put32(out + 28, (uint32_t)x->shape.H);
+    dkv__put32(out + 32, (uint32_t)x->shape.Hkv);
+    dkv__put32(out + 36, (uint32_t)x->shape.d_k);
+    dkv__put32(out + 40, (uint32_t)x->shape.d_v);
+    dkv__put32(out + 44, (uint32_t)x->type);
+    dkv__put64(out + 48, (uint64_t)x->plan.T_c);
+    dkv__put64(out + 56, (uint64_t)x->plan.first[(int64_t)x->shape.L * x->shape.Hkv]);
+    dkv__put32(out + 64, x->plan.pattern_crc);
+}
+
+/* Plain [rows][d] K, then V, of one packed head: where they lie in an image at p. */
+DKV__PRIVATE dkv_segment dkv__image_rows(const uint8_t *p, const dkv__context *x, int64_t rows) {
+    int64_t e = dkv_type_bytes(x->type);
+    return dkv_strided(dkv_thd(p, x->type, 1, x->shape.d_k),
+                       dkv_thd(p + rows * x->shape.d_k * e, x->type, 1, x->shape.d_v), rows);
+}
+
+DKV__INLINE int64_t dkv__image_rows_bytes(const dkv__context *x, int64_t rows) {
+    return rows * (x->shape.d_k + x->shape.d_v) * dkv_type_bytes(x->type);
+}
+
+DKV__PRIVATE uint8_t *dkv__image_put(uint8_t *out, const dkv__context *x, const dkv_packed *p, int64_t g) {
+    dkv_segment to = dkv__image_rows(out, x, p->rows[g]);
+    dkv__unpack_head(&to.k, &to.v, 0, p, g);
+    return out + dkv__image_rows_bytes(x, p->rows[g]);
+}
+
+DKV__PRIVATE const uint8_t *dkv__image_get(const uint8_t *in, const dkv__context *x, const dkv_packed *p, int64_t g,
+                                           int64_t rows) {
+    dkv_segment from = dkv__image_rows(in, x, rows);
+    dkv__head   head = dkv__head_of(p, g);
+    dkv__copy_rows(&head, 0, &from, 0, 0, rows, dkv__simd());
+    return in + dkv__image_rows_bytes(x, rows);
+}
+
+DKV_API dkv_result dkv_cache_save(void *dst, size_t *bytes, const dkv_cache *c) {
+    const dkv__context *x = c->context;
+    int64_t             heads = (int64_t)x->shape.L * x->shape.Hkv;
+    size_t              need = dkv__cache_image_bytes(c);
+    if (!dkv__all_packed(c)) return DKV_ERR_STATE;
+    if (!dst) {
+        *bytes = need;
+        return DKV_OK;
+    }
+    if (*bytes < need) return DKV_ERR_CAPACITY;
+    dkv__range to = dkv__byte_range(dst, need);
+    if (dkv__overlap(to, dkv__byte_range(c, c->bytes))) return DKV_ERR_OVERLAP;
+    if (dkv__overlap(to, dkv__byte_range(x, x->bytes))) return DKV_ERR_OVERLAP;
+    uint8_t *out = (uint8_t *)dst;
+    dkv__cache_header(out, c, need);
+    out += DKV__CACHE_HEADER;
+    for (int64_t f = 0; f < heads; f++, out += 8) dkv__put64(out, (uint64_t)(x->plan.first[f + 1] - x->plan.first[f]));
+    for (int64_t i = 0; i < x->plan.first[heads]; i++, out += 16) {
+        dkv__put64(out, (uint64_t)x->plan.runs[i].pos);
+        dkv__put64(out + 8, (uint64_t)x->plan.runs[i].len);
+    }
+    for (int l = 0; l < x->shape.L; l++, out += 8) dkv__put64(out, (uint64_t)dkv_cache_tail(c, l));
+    for (int64_t f = 0; f < heads; f++) {
+        out = dkv__image_put(out, x, &x->layers[f / x->shape.Hkv], f % x->shape.Hkv);
+        out = dkv__image_put(out, x, &c->tail[f / x->shape.Hkv], f % x->shape.Hkv);
+    }
+    dkv__put32(out, dkv__crc32(0, dst, need - 4));
+    *bytes = need;
+    return DKV_OK;
+}
+
+/* What an image says of itself, checked against its length before anything is allocated. */
+struct dkv__image {
+    dkv_shape      shape;
+    dkv_type       type;
+    int64_t        T_c, runs;
+    uint32_t       pattern_crc;
+    const uint8_t *counts, *spans, *tails, *rows; /* where the parts lie */
+};
+
+/* Spans of one head, as the image holds them: ascending, apart, inside T_c. Returns their rows, or -1. */
+DKV__PRIVATE int64_t dkv__image_span_rows(const uint8_t *span, int64_t n, int64_t T_c) {
+    int64_t rows = 0, end = -1;
+    for (int64_t i = 0; i < n; i++, span += 16) {
+        int64_t pos = dkv__get_i64(span), len = dkv__get_i64(span + 8);
+        if (pos < 0 || pos <= end || len < 1 || len > T_c || pos > T_c - len) return -1;
+        end = pos + len;
+        rows += len;
+    }
+    return rows;
+}
+
+DKV__PRIVATE dkv_result dkv__image_read(dkv__image *m, const uint8_t *in, size_t bytes) {
+    dkv_result r = dkv__file_check(in, bytes, dkv__cache_magic, DKV_CACHE_VERSION, DKV__CACHE_HEADER);
+    if (r) return r;
+    const int32_t most = 4096;
+    dkv_shape     s = {dkv__get_i32(in + 24), dkv__get_i32(in + 28), dkv__get_i32(in + 32), dkv__get_i32(in + 36),
+                       dkv__get_i32(in + 40)};
+    if (s.L < 1 || s.L > most || s.Hkv < 1 || s.Hkv > most || s.H < 0 || s.H > most) return DKV_ERR_FIELD;
+    if (s.H % s.Hkv || !dkv__d_ok(s.d_k) || !dkv__d_ok(s.d_v)) return DKV_ERR_SHAPE;
+    if (dkv__get32(in + 44) > DKV_BF16) return DKV_ERR_TYPE;
+    m->shape = s;
+    m->type = (dkv_type)dkv__get32(in + 44);
+    m->T_c = dkv__get_i64(in + 48);
+    m->runs = dkv__get_i64(in + 56);
+    m->pattern_crc = dkv__get32(in + 64);
+    if (m->T_c < 0 || m->T_c > DKV__FAR || m->runs < 0 || !dkv__all_zero(in + 68, 60)) return DKV_ERR_FIELD;
+    int64_t heads = (int64_t)s.L * s.Hkv, left = (int64_t)bytes - DKV__CACHE_HEADER - 4;
+    if (m->runs > left / 16 || (left -= heads * 8 + m->runs * 16 + s.L * 8) < 0) return DKV_ERR_LENGTH;
+    m->counts = in + DKV__CACHE_HEADER;
+    m->spans = m->counts + heads * 8;
+    m->tails = m->spans + m->runs * 16;
+    m->rows = m->tails + (int64_t)s.L * 8;
+    int64_t row_bytes = (int64_t)(s.d_k + s.d_v) * dkv_type_bytes(m->type), run = 0;
+    for (int64_t f = 0; f < heads; f++) {
+        int64_t n = dkv__get_i64(m->counts + f * 8), tail = dkv__get_i64(m->tails + f / s.Hkv * 8);
+        if (n < 0 || n > m->runs - run) return DKV_ERR_FIELD;
+        int64_t rows = dkv__image_span_rows(m->spans + run * 16, n, m->T_c);
+        if (rows < 0 || tail < 0) return DKV_ERR_FIELD;
+        if (tail > left || rows > left || (rows + tail) > left / row_bytes) return DKV_ERR_LENGTH;
+        left -= (rows + tail) * row_bytes;
+        run += n;
+    }
+    return run != m->runs ? DKV_ERR_FIELD : left ? DKV_ERR_LENGTH : DKV_OK;
+}
+
+DKV__PRIVATE void dkv__walk_image(dkv__runs *to, const dkv__maker *m, int64_t f) {
+    for (int64_t n = dkv__get_i64(m->image->counts + f * 8); n > 0; n--, to->at++) {
+        const uint8_t *span = m->image->spans + to->at * 16;
+        int64_t        pos = dkv__get_i64(span);
+        dkv__emit(to, pos, pos + dkv__get_i64(span + 8));
+    }
+}
+
+DKV__PRIVATE void dkv__image_fill(dkv_cache *c, const dkv__image *m) {
+    dkv__context  *x = c->context;
+    const uint8_t *in = m->rows;
+    for (int64_t f = 0; f < (int64_t)m->shape.L * m->shape.Hkv; f++) {
+        int64_t l = f / m->shape.Hkv, g = f % m->shape.Hkv, tail = dkv__get_i64(m->tails + l * 8);
+        in = dkv__image_get(in, x, &x->layers[l], g, x->plan.rows[f]);
+        in = dkv__image_get(in, x, &c->tail[l], g, tail);
+        c->rows[f] = tail;
+        x->packed[l] = 1;
+    }
+}
+
+DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t bytes, int64_t capacity,
+                                     const dkv_allocator *alloc) {
+    dkv__image m;
+    dkv_plan   plan;
+    dkv__maker maker;
+    size_t     plan_bytes;
+    dkv_result r = dkv__image_read(&m, (const uint8_t *)data, bytes);
+    if (r) return r;
+    for (int64_t l = 0; l < m.shape.L; l++) {
+        if (dkv__get_i64(m.tails + l * 8) > capacity) return DKV_ERR_CAPACITY;
+    }
+    memset(&maker, 0, sizeof maker);
+    maker.walk = dkv__walk_image;
+    maker.T_c = m.T_c;
+    maker.image = &m;
+    dkv__plan_build(&plan, NULL, &plan_bytes, &maker, m.shape.L, m.shape.Hkv);
+    void *mem = dkv__alloc(alloc, plan_bytes);
+    if (!mem) return DKV_ERR_MEMORY;
+    dkv_cache *c = NULL;
+    r = dkv__plan_build(&plan, mem, &plan_bytes, &maker, m.shape.L, m.shape.Hkv);
+    plan.pattern_crc = m.pattern_crc;
+    if (!r) r = dkv_cache_create(&c, &plan, &m.shape, m.type, capacity, alloc);
+    dkv__free(alloc, mem, plan_bytes);
+    if (r) return r;
+    dkv__image_fill(c, &m);
+    *out = c;
+    return DKV_OK;
+}
+#endif /* DKV__IMPLEMENTED */
+#endif /* DISTANCE_KV_IMPLEMENTATION */
+
+/* Licence: MIT or public domain (www.unlicense.org), at your choice. The full texts stand in LICENSE; this notice and
+   the copyright line "Copyright (c) 2026 The Distance-KV authors" satisfy the MIT alternative. */
