@@ -115,6 +115,7 @@ static void test_values(void **state) {
     assert_true(gguf_get_real(g, "f64", &r) && r == -0.25);
     assert_true(gguf_get_real(g, "u8", &r) && r == 200.0);
     assert_false(gguf_get_real(g, "str", &r));
+    assert_true(gguf_has(g, "ints") && !gguf_has(g, "absent") && !gguf_has(g, ""));
     assert_int_equal(gguf_key_count(g), 12);
     assert_memory_equal(gguf_key_at(g, 0).ptr, "bool", 4); /* by name */
     gguf_close(g);

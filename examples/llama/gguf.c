@@ -340,6 +340,8 @@ static const key_value *find_plain(const gguf *g, const char *key) {
     return k && !k->is_array ? k : NULL;
 }
 
+bool gguf_has(const gguf *g, const char *key) { return find_key(g, key) != NULL; }
+
 #define LOAD(type, p) __extension__({ type v_; memcpy(&v_, p, sizeof v_); v_; })
 
 bool gguf_get_int(const gguf *g, const char *key, int64_t *out) {

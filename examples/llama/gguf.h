@@ -50,6 +50,7 @@ void gguf_close(gguf *g);
 
 /* Values by key; false when the key is absent or its value of another kind. Integers: any width, and bool; a u64 beyond
    int64_t does not count as one. Reals: f32, f64 or integer. */
+bool gguf_has(const gguf *g, const char *key);
 bool gguf_get_int(const gguf *g, const char *key, int64_t *out);
 bool gguf_get_real(const gguf *g, const char *key, double *out);
 bool gguf_get_str(const gguf *g, const char *key, gguf_str *out);
