@@ -26,11 +26,11 @@ typedef struct {
 } family;
 
 static const family families[] = {
-    { { "gpt2", "gpt-2" }, SUFFIX "| ?\\p{L}+| ?\\p{N}+| ?" OTHER "+|" GAP, false, false },
-    { { "llama3", "llama-v3", "llama-bpe" }, WORD "|\\p{N}{1,3}|" LINE, true, true },
-    { { "qwen2" }, WORD "|\\p{N}|" LINE, false, false },
-    { { "smollm" }, "\\p{N}|" SUFFIX "| ?\\p{L}+| ?" OTHER "+|[" SPACE "]+(?![^" SPACE "\\p{N}])|[" SPACE "]+",
-      false, false },
+    {{"gpt2", "gpt-2"}, SUFFIX "| ?\\p{L}+| ?\\p{N}+| ?" OTHER "+|" GAP, false, false},
+    {{"llama3", "llama-v3", "llama-bpe"}, WORD "|\\p{N}{1,3}|" LINE, true, true},
+    {{"qwen2"}, WORD "|\\p{N}|" LINE, false, false},
+    {{"smollm"}, "\\p{N}|" SUFFIX "| ?\\p{L}+| ?" OTHER "+|[" SPACE "]+(?![^" SPACE "\\p{N}])|[" SPACE "]+",
+     false, false},
 };
 
 typedef struct {
@@ -208,10 +208,10 @@ static int load_tokens(lm_tokenizer *t, const gguf_str *tokens, const int32_t *t
             *vocab_slot(t, out, n) = id;
         } else if (n) {
             memcpy(out, tokens[id].ptr, n);
-            t->specials[t->n_special++] = (special){ out, n, id };
+            t->specials[t->n_special++] = (special){out, n, id};
         }
     }
-    for (int b = 0; b < 256; b++) t->byte_id[b] = *vocab_slot(t, &(char){ (char)b }, 1);
+    for (int b = 0; b < 256; b++) t->byte_id[b] = *vocab_slot(t, &(char){(char)b}, 1);
     index_specials(t);
     return 0;
 }
@@ -221,11 +221,11 @@ static bool add_merge(lm_tokenizer *t, const int16_t byte_of[512], gguf_str merg
     const char *space = merge.len ? memchr(merge.ptr, ' ', merge.len) : NULL;
     if (!space) return false;
     uint64_t left_len = (uint64_t)(space - merge.ptr);
-    size_t n = unspell(byte_of, (gguf_str){ merge.ptr, left_len }, buf);
-    size_t m = unspell(byte_of, (gguf_str){ space + 1, merge.len - left_len - 1 }, buf + n);
+    size_t n = unspell(byte_of, (gguf_str){merge.ptr, left_len}, buf);
+    size_t m = unspell(byte_of, (gguf_str){space + 1, merge.len - left_len - 1}, buf + n);
     int32_t left = *vocab_slot(t, buf, n), right = *vocab_slot(t, buf + n, m), merged = *vocab_slot(t, buf, n + m);
     if (left < 0 || right < 0 || merged < 0) return false;
-    *pair_slot(t, left, right) = (pair){ left, right, rank, merged };
+    *pair_slot(t, left, right) = (pair){left, right, rank, merged};
     return true;
 }
 
@@ -282,7 +282,7 @@ static int read_bos_eos(lm_tokenizer *t, const gguf *g, char *err, size_t err_si
 }
 
 static int read_family(lm_tokenizer *t, const gguf *g, char *err, size_t err_size) {
-    gguf_str model = { "", 0 }, pre = { "", 0 };
+    gguf_str model = {"", 0}, pre = {"", 0};
     gguf_get_str(g, "tokenizer.ggml.model", &model);
     gguf_get_str(g, "tokenizer.ggml.pre", &pre);
     t->family = find_family(pre);
@@ -377,7 +377,7 @@ static int next_piece(walker *w) {
 }
 
 int64_t lm_pieces(const lm_tokenizer *t, const char *text, size_t len, size_t *ends, int64_t cap) {
-    walker w = { .t = t, .match = pcre2_match_data_create(1, NULL), .text = text, .len = len };
+    walker w = {.t = t, .match = pcre2_match_data_create(1, NULL), .text = text, .len = len};
     int64_t n = 0;
     int more = w.match ? 1 : -1;
     while (more > 0 && (more = next_piece(&w)) > 0) {
@@ -477,7 +477,7 @@ static bool encode_piece(encoder *e, const char *piece, size_t len) {
     for (size_t i = 0; i < len; i++) {
         int32_t id = e->t->byte_id[(unsigned char)piece[i]];
         if (id < 0) continue;
-        e->nodes[n] = (node){ n - 1, n + 1, id };
+        e->nodes[n] = (node){n - 1, n + 1, id};
         n++;
     }
     merge_nodes(e, n);
@@ -486,7 +486,7 @@ static bool encode_piece(encoder *e, const char *piece, size_t len) {
 }
 
 static bool encode_text(encoder *e, pcre2_match_data *match, const char *text, size_t len) {
-    walker w = { .t = e->t, .match = match, .text = text, .len = len };
+    walker w = {.t = e->t, .match = match, .text = text, .len = len};
     int more;
     while ((more = next_piece(&w)) > 0)
         if (!encode_piece(e, text + w.start, w.end - w.start)) return false;
@@ -494,7 +494,7 @@ static bool encode_text(encoder *e, pcre2_match_data *match, const char *text, s
 }
 
 int64_t lm_encode(const lm_tokenizer *t, const char *text, size_t len, bool parse_special, int32_t *ids, int64_t cap) {
-    encoder e = { .t = t, .ids = ids, .cap = cap };
+    encoder e = {.t = t, .ids = ids, .cap = cap};
     pcre2_match_data *match = pcre2_match_data_create(1, NULL);
     bool ok = match != NULL;
     while (ok && len) {
