@@ -347,8 +347,8 @@ typedef struct dkv_segment {
 DKV_API dkv_segment dkv_strided(dkv_tensor k, dkv_tensor v, int64_t n);
 
 /* Packs the survivors of layer l, in order. source holds all plan->T_c positions (row i = position i) of
-   K [T_c][Hkv][d_k] and V [T_c][Hkv][d_v], K already rotated. mem NULL: *bytes = size needed. out refers to plan->rows: keep the plan.
-   Rounds to type; a NaN stays a NaN. CAPACITY, ALIGN, OVERLAP (source against mem), SHAPE, TYPE. */
+   K [T_c][Hkv][d_k] and V [T_c][Hkv][d_v], K already rotated. mem NULL: *bytes = size needed. out refers to
+   plan->rows: keep the plan. Rounds to type; a NaN stays a NaN. CAPACITY, ALIGN, OVERLAP, SHAPE, TYPE. */
 DKV_API dkv_result dkv_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type type, const dkv_plan *plan, int l,
                             int d_k, int d_v, const dkv_segment *source);
 
@@ -407,7 +407,7 @@ DKV_API dkv_result dkv_cache_create(dkv_cache **out, const dkv_plan *plan, const
                                     int64_t capacity, const dkv_allocator *alloc);
 DKV_API void       dkv_cache_destroy(dkv_cache *c); /* NULL is allowed */
 
-/* Packs layer l once, from all T_c dense rows. Layers may come in any order and from several threads. STATE: done before. */
+/* Packs layer l once, from all T_c dense rows. Layers may come in any order, from several threads. STATE: done. */
 DKV_API dkv_result dkv_cache_pack(dkv_cache *c, int l, const dkv_segment *source);
 
 /* Appends n rows of K [n][Hkv][d_k] and V [n][Hkv][d_v] to the tail of layer l. CAPACITY: nothing was appended. */
@@ -1070,6 +1070,11 @@ DKV__PRIVATE DKV__AVX2 void dkv__axpy_avx2(float *o, float w, const float *x, in
 
 /* ---- x86: AVX-512F. Same shapes as above, with twice the lanes and registers ---- */
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized" /* g++ 12 warns of its own intrinsics' undefined registers */
+#endif
+
 #define DKV__AVX512        __attribute__((target("avx512f,avx2,fma,f16c")))
 #define DKV__AVX512_INLINE static inline __attribute__((always_inline, unused, target("avx512f,avx2,fma,f16c")))
 
@@ -1258,6 +1263,9 @@ DKV__PRIVATE DKV__AVX512 void dkv__mix_avx512(float *o, int64_t ldo, const float
         else dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_BF16, dv, k);
     }
 }
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
 #endif /* x86 */
 
 /* ---- the table, and the level in use ---- */
