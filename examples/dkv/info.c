@@ -129,7 +129,7 @@ static void print_heat_map(const dkv_pattern *p) {
 
 int command_info(int argc, char **argv) {
     const tool_option options[] = {
-        {0, "ctx", "T", OPT_INT, &context, 0, 1099511627776., "show ratios and bytes at a context of T tokens"},
+        {0, "ctx", "T", OPT_INT, &context, 0, 68719476736., "show ratios and bytes at a context of T tokens"},
         {0, "beyond", BEYOND_CHOICES, OPT_CHOICE, &beyond, 0, 0, "positions beyond the last bin (default: error)"},
         {0, "json", NULL, OPT_FLAG, &json, 0, 0, "print JSON"},
         {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},

@@ -9,6 +9,7 @@ static const struct {
     const char *name, *what;
     int (*run)(int argc, char **argv);
 } commands[] = {
+    {"run",     "answer a question about a long text from a compressed KV cache", command_run},
     {"info",    "show a pattern, and what it does to a context of a given length", command_info},
     {"pattern", "make a pattern: full, streaming, random, by heads, from a text mask", command_pattern},
     {"plot",    "draw a pattern as a PNG", command_plot},

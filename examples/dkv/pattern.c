@@ -17,8 +17,8 @@ static double rho = -1, physical = -1;
 static const char *like, *heads, *mask, *model, *output;
 static int kind = -1;
 
-enum { MAX_SIDE = 65536, MAX_BINS = 1 << 20 }; /* dkv_pattern's ranges */
-static const double TWO_40 = 1099511627776., TWO_53 = 9007199254740992.;
+enum { MAX_SIDE = 4096, MAX_DIM = 576, MAX_BINS = 1 << 20 }; /* dkv_pattern's ranges */
+static const double TWO_36 = 68719476736., TWO_53 = 9007199254740992.;
 
 static const char NOTES[] =
     "The shape comes from --like, or from --layers, --query-heads, --kv-heads and --head-dim.\n"
@@ -55,7 +55,7 @@ static void shape_of_model(const char *path) {
     L = model_int(g, arch, "block_count", 0);
     H = model_int(g, arch, "attention.head_count", 0);
     Hkv = model_int(g, arch, "attention.head_count_kv", H);
-    if (L < 1 || H < 1 || Hkv < 1 || L > MAX_SIDE || H > MAX_SIDE)
+    if (L < 1 || H < 1 || Hkv < 1 || L > MAX_SIDE || H > MAX_SIDE || Hkv > H)
         fail("%s gives no usable layers or heads; use --layers, --query-heads, --kv-heads", path);
     d = model_int(g, arch, "attention.key_length", model_int(g, arch, "embedding_length", 0) / H);
     if (!D && !context) context = model_int(g, arch, "context_length", 0);
@@ -107,32 +107,21 @@ static void find_bins(void) {
 
 /* ---- kinds --------------------------------------------------------------- */
 
-static void set_row_bit(dkv_pattern *p, int64_t l, int64_t row, int64_t rows, int64_t b) {
-    for (int64_t h = row * (H / rows); h < (row + 1) * (H / rows); h++)
-        dkv_bits_set((void *)(uintptr_t)p->bits, p, (int)l, (int)h, b, 1);
+/* Each set of wanted bits of the L * rows * D is as likely as another: selection sampling, Knuth's algorithm S. */
+static void fill_random(dkv_pattern *p, int64_t rows, int64_t wanted) {
+    uint64_t state = p->seed;
+    int64_t left = L * rows * D;
+    for (int64_t i = 0; i < L * rows * D; i++, left--)
+        if (uniform(&state) * (double)left < (double)wanted) {
+            set_row_bit(p, i / D / rows, i / D % rows, rows, i % D);
+            wanted--;
+        }
 }
 
-static uint64_t splitmix64(uint64_t *state) {
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return z ^ z >> 31;
-}
-
-/* Sets the budget's share of the L * rows * D bits: the nearest bins, or any, each set of them as likely as another
-   (selection sampling, Knuth's algorithm S). */
 static void fill_budget(dkv_pattern *p, int64_t rows) {
-    int64_t left = L * rows * D, wanted = llrint((physical >= 0 ? physical : rho) * (double)left);
-    uint64_t state = (uint64_t)seed;
-    for (int64_t b = 0; b < D; b++)
-        for (int64_t l = 0; l < L; l++)
-            for (int64_t row = 0; row < rows; row++, left--) {
-                double u = (double)(splitmix64(&state) >> 11) / TWO_53;
-                if (kind == RANDOM ? u * (double)left < (double)wanted : wanted > 0) {
-                    set_row_bit(p, l, row, rows, b);
-                    wanted--;
-                }
-            }
+    int64_t wanted = llrint(p->rho * (double)(L * rows * D));
+    if (kind == RANDOM) fill_random(p, rows, wanted);
+    else fill_nearest(p, rows, wanted);
 }
 
 static void fill_heads(dkv_pattern *p) {
@@ -244,12 +233,12 @@ int command_pattern(int argc, char **argv) {
         {0, "layers", "L", OPT_INT, &L, 1, MAX_SIDE, "or the shape by hand"},
         {0, "query-heads", "H", OPT_INT, &H, 1, MAX_SIDE, "query heads per layer"},
         {0, "kv-heads", "HKV", OPT_INT, &Hkv, 1, MAX_SIDE, "KV heads per layer (default: H)"},
-        {0, "head-dim", "d", OPT_INT, &d, 1, MAX_SIDE, "head dimension (default: any)"},
+        {0, "head-dim", "d", OPT_INT, &d, 1, MAX_DIM, "head dimension (default: any)"},
         {0, "bins", "D", OPT_INT, &D, 1, MAX_BINS, "distance bins"},
-        {0, "ctx", "T", OPT_INT, &context, 1, TWO_40, "or as many bins as a context of T tokens has"},
-        {0, "bin-width", "W", OPT_INT, &W, 1, TWO_40, "tokens per bin (default: 128)"},
-        {0, "sink", "S", OPT_INT, &S, 0, TWO_40, "first tokens, always kept (default: 128)"},
-        {0, "recent", "R", OPT_INT, &R, 0, TWO_40, "last tokens, always kept (default: 1024)"},
+        {0, "ctx", "T", OPT_INT, &context, 1, TWO_36, "or as many bins as a context of T tokens has"},
+        {0, "bin-width", "W", OPT_INT, &W, 1, TWO_36, "tokens per bin (default: 128)"},
+        {0, "sink", "S", OPT_INT, &S, 0, TWO_36, "first tokens, always kept (default: 128)"},
+        {0, "recent", "R", OPT_INT, &R, 0, TWO_36, "last tokens, always kept (default: 1024)"},
         {0, "physical", "RATIO", OPT_REAL, &physical, 0, 1, "budget in (layer, KV head, bin) cells"},
         {0, "rho", "RATIO", OPT_REAL, &rho, 0, 1, "budget in (layer, query head, bin) bits"},
         {0, "seed", "N", OPT_INT, &seed, 0, TWO_53, "of --kind random (default: 0)"},

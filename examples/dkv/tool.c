@@ -149,6 +149,24 @@ void load_pattern(dkv_pattern *out, const char *path) {
     if (r != DKV_OK) fail("%s: %s", path, dkv_result_string(r));
 }
 
+const char *base_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+/* ---- patterns ------------------------------------------------------------ */
+
+void set_row_bit(dkv_pattern *p, int64_t l, int64_t row, int64_t rows, int64_t b) {
+    for (int64_t h = row * (p->H / rows); h < (row + 1) * (p->H / rows); h++)
+        dkv_bits_set((void *)(uintptr_t)p->bits, p, (int)l, (int)h, b, 1);
+}
+
+void fill_nearest(dkv_pattern *p, int64_t rows, int64_t wanted) {
+    for (int64_t i = 0, b = 0; b < p->D; b++)
+        for (int64_t l = 0; l < p->L; l++)
+            for (int64_t row = 0; row < rows && i < wanted; row++, i++) set_row_bit(p, l, row, rows, b);
+}
+
 int64_t count_cells(const dkv_pattern *p) {
     int64_t cells = 0;
     for (int l = 0; l < p->L; l++)
@@ -157,10 +175,7 @@ int64_t count_cells(const dkv_pattern *p) {
     return cells;
 }
 
-const char *base_name(const char *path) {
-    const char *slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
-}
+/* ---- output and chance --------------------------------------------------- */
 
 void print_json_object(cJSON *o) {
     char *text = cJSON_Print(o);
@@ -168,4 +183,11 @@ void print_json_object(cJSON *o) {
     puts(text);
     cJSON_free(text);
     cJSON_Delete(o);
+}
+
+double uniform(uint64_t *state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (double)((z ^ z >> 31) >> 11) / 9007199254740992.;
 }

@@ -44,8 +44,16 @@ char *read_text(const char *path);                  /* the same, without zeros i
 void load_pattern(dkv_pattern *out, const char *path);
 const char *base_name(const char *path);
 
-int64_t count_cells(const dkv_pattern *p);          /* (layer, KV head, bin) that stay */
-void print_json_object(struct cJSON *o);            /* and frees it */
+/* ---- patterns: a row is a query head (rows = H) or a KV head with its whole group (rows = Hkv) ---- */
+
+void set_row_bit(dkv_pattern *p, int64_t l, int64_t row, int64_t rows, int64_t b);
+void fill_nearest(dkv_pattern *p, int64_t rows, int64_t wanted); /* nearest bin first, then by layer, then row */
+int64_t count_cells(const dkv_pattern *p);                       /* (layer, KV head, bin) that stay */
+
+/* ---- output and chance --------------------------------------------------- */
+
+void print_json_object(struct cJSON *o); /* and frees it */
+double uniform(uint64_t *state);         /* in [0, 1), 53 bits: splitmix64, whose whole state is *state */
 
 /* ---- commands ------------------------------------------------------------ */
 

@@ -1,0 +1,443 @@
+/* dkv run: answers a question about a long text from its compressed cache, with --compare from the dense one too.
+
+   context -> tokens[T_c] -> prefill, layer by layer -> one cache per column -> question, answer
+
+   Alone, the compressed cache is packed layer by layer as prefill goes; its peak is packed + one dense layer + tail.
+   With --compare the dense cache is prefilled, and the other columns are packed from it: the same bits. */
+#define _GNU_SOURCE
+#include "tool.h"
+
+#include "../llama/chat.h"
+#include "../llama/model.h"
+
+#include <cjson/cJSON.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+/* One way to answer: which rows stay, what that costs, what comes out. */
+typedef struct {
+    const char *name;
+    dkv_cache *cache;
+    dkv_stats stats;
+    int64_t bytes_packed, bytes_peak;
+    double compress_s, decode_tok_s;
+    char *text;
+} column;
+
+enum { DENSE, COMPRESSED, STREAMING, COLUMNS };
+
+static const char *model_path, *pattern_path, *context_path, *question, *format;
+static int64_t n_answer = 64, threads, cut, seed;
+static int type = DKV_F16, beyond = DKV_BEYOND_ERROR, control = -1;
+static double temperature, top_p = 1;
+static bool compare, json;
+
+static const char SYNOPSIS[] = "dkv run -m MODEL.gguf -p PATTERN.dkv -c CONTEXT.txt -q QUESTION [options]";
+
+static double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void try(dkv_result r, const char *what) {
+    if (r != DKV_OK) fail("%s: %s", what, dkv_result_string(r));
+}
+
+/* ---- memory -------------------------------------------------------------- */
+
+/* Counts what caches and prefill hold. */
+typedef struct {
+    int64_t now, peak;
+} counter;
+
+static void *counted_alloc(void *user, size_t bytes) {
+    counter *c = user;
+    void *p = malloc(bytes);
+    if (p) c->now += (int64_t)bytes;
+    if (c->now > c->peak) c->peak = c->now;
+    return p;
+}
+
+static void counted_free(void *user, void *p, size_t bytes) {
+    counter *c = user;
+    if (p) c->now -= (int64_t)bytes;
+    free(p);
+}
+
+/* ---- prompt -------------------------------------------------------------- */
+
+static void encode_prompt(const lm_model *m, const lm_chat *chat, lm_ids *context, lm_ids *suffix) {
+    const lm_params *params = lm_get_params(m);
+    char *text = read_text(context_path), *asked = NULL;
+    if (!text[strspn(text, " \t\r\n")]) fail("%s is empty; -c needs a text", context_path);
+    if (!question[strspn(question, " \t\r\n")]) fail("the question is empty; ask with -q");
+    if (asprintf(&asked, "\n\n%s", question) < 0) fail("out of memory");
+    if (lm_chat_prefix(chat, text, strlen(text), context) || lm_chat_suffix(chat, asked, strlen(asked), suffix))
+        fail("out of memory");
+    free(asked);
+    free(text);
+    if (cut && context->n > cut) context->n = cut;
+    if (context->n + suffix->n + n_answer > params->n_ctx)
+        fail("context, question and answer are %lld + %lld + %lld tokens, the model takes %lld; cut with --ctx %lld",
+             (long long)context->n, (long long)suffix->n, (long long)n_answer, (long long)params->n_ctx,
+             (long long)(params->n_ctx - suffix->n - n_answer));
+}
+
+/* ---- patterns and caches ------------------------------------------------- */
+
+static void check_pattern(const dkv_pattern *p, const dkv_shape *s, int64_t T_c) {
+    if (dkv_pattern_matches(p, s->L, s->H, s->Hkv, s->d_k) != DKV_OK)
+        fail("%s is for %d layers of %d query and %d KV heads of dimension %d; the model has %d of %d and %d of %d",
+             base_name(pattern_path), p->L, p->H, p->Hkv, p->d, s->L, s->H, s->Hkv, s->d_k);
+    if (beyond == DKV_BEYOND_ERROR && T_c > dkv_max_context(p))
+        fail("%s reaches %lld tokens, the context has %lld; cut with --ctx, or choose --beyond clamp, keep or drop",
+             base_name(pattern_path), (long long)dkv_max_context(p), (long long)T_c);
+}
+
+/* The three plans. Each returns the plan's memory, the caller's to free. */
+
+static void *plan_pattern(dkv_plan *plan, const dkv_pattern *p, int64_t T_c) {
+    size_t bytes;
+    try(dkv_plan_make(plan, NULL, &bytes, p, T_c, (dkv_beyond)beyond), "plan");
+    void *memory = allocate(1, bytes);
+    try(dkv_plan_make(plan, memory, &bytes, p, T_c, (dkv_beyond)beyond), "plan");
+    return memory;
+}
+
+static void *plan_positions(dkv_plan *plan, const dkv_shape *s, int64_t T_c, const int64_t *positions,
+                            const int64_t *counts) {
+    size_t bytes;
+    try(dkv_plan_from_positions(plan, NULL, &bytes, s->L, s->Hkv, T_c, positions, counts), "plan");
+    void *memory = allocate(1, bytes);
+    try(dkv_plan_from_positions(plan, memory, &bytes, s->L, s->Hkv, T_c, positions, counts), "plan");
+    return memory;
+}
+
+/* Streaming at equal bytes: sink, recent, and before recent as many rows as the pattern keeps, alike for all heads. */
+static void *plan_streaming(dkv_plan *plan, const dkv_shape *s, const dkv_pattern *p, const dkv_stats *kept,
+                            int64_t T_c) {
+    const int64_t n = (int64_t)s->L * s->Hkv, sink = p->S < T_c ? p->S : T_c;
+    const int64_t recent = p->R < T_c - sink ? p->R : T_c - sink;
+    int64_t *counts = allocate((size_t)n, sizeof *counts);
+    int64_t *positions = allocate((size_t)kept->kept, sizeof *positions), *next = positions;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t middle = kept->compressible_kept / n + (i < kept->compressible_kept % n);
+        counts[i] = sink + middle + recent;
+        for (int64_t k = 0; k < sink; k++) *next++ = k;
+        for (int64_t k = T_c - recent - middle; k < T_c; k++) *next++ = k;
+    }
+    void *memory = plan_positions(plan, s, T_c, positions, counts);
+    free(positions);
+    free(counts);
+    return memory;
+}
+
+/* Bytes are closed forms, without padding; the peak is that of this column alone: context, one dense layer, tail. */
+static void open_column(column *c, const dkv_plan *plan, const dkv_shape *shape, int64_t capacity,
+                        const dkv_allocator *alloc) {
+    double start = seconds();
+    try(dkv_cache_create(&c->cache, plan, shape, (dkv_type)type, capacity, alloc), "cache");
+    c->compress_s = seconds() - start;
+    c->bytes_packed = dkv_kv_bytes_packed(plan, shape, (dkv_type)type);
+    c->bytes_peak = c->bytes_packed + dkv_kv_bytes_dense(shape, (dkv_type)type, plan->T_c) / shape->L +
+                    dkv_kv_bytes_dense(shape, (dkv_type)type, capacity);
+}
+
+static void open_columns(column *columns, const dkv_pattern *p, const dkv_shape *shape, int64_t T_c, int64_t capacity,
+                         const dkv_allocator *alloc) {
+    dkv_plan plan;
+    void *memory[COLUMNS] = {0};
+    column *c = &columns[COMPRESSED];
+    try(dkv_dry_run(&c->stats, p, T_c, (dkv_beyond)beyond), "pattern");
+    columns[DENSE].stats = (dkv_stats){.logical = 1, .physical = 1, .physical_total = 1};
+    columns[STREAMING].stats = c->stats;
+    columns[STREAMING].stats.logical = c->stats.physical;
+    memory[COMPRESSED] = plan_pattern(&plan, p, T_c);
+    open_column(c, &plan, shape, capacity, alloc);
+    if (compare) memory[DENSE] = plan_positions(&plan, shape, T_c, NULL, NULL);
+    if (compare) open_column(&columns[DENSE], &plan, shape, capacity, alloc);
+    if (control >= 0) memory[STREAMING] = plan_streaming(&plan, shape, p, &c->stats, T_c);
+    if (control >= 0) open_column(&columns[STREAMING], &plan, shape, capacity, alloc);
+    for (int i = 0; i < COLUMNS; i++) free(memory[i]);
+}
+
+static void pack_column(column *c, const column *dense, int L) {
+    double start = seconds();
+    for (int l = 0; l < L; l++) {
+        dkv_segment source = dkv_cache_context(dense->cache, l);
+        try(dkv_cache_pack(c->cache, l, &source), "pack");
+    }
+    c->compress_s += seconds() - start;
+}
+
+/* ---- prefill ------------------------------------------------------------- */
+
+static void show_progress(void *user, double done) {
+    enum { WIDTH = 40 };
+    static const char bar[] = "########################################";
+    (void)user;
+    fprintf(stderr, "\rprefill [%-*.*s] %3.0f %%", WIDTH, (int)(WIDTH * done), bar, 100 * done);
+    if (done >= 1) fprintf(stderr, "\r%*s\r", WIDTH + 20, "");
+}
+
+/* ---- answer -------------------------------------------------------------- */
+
+typedef struct {
+    float p;
+    int32_t id;
+} candidate;
+
+static int by_probability(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    return x->p != y->p ? (x->p < y->p ? 1 : -1) : x->id - y->id;
+}
+
+/* The likeliest token; with --temp one drawn from the smallest set whose probabilities reach top_p. */
+static int32_t pick_token(const float *logits, int64_t V, candidate *sorted, uint64_t *state) {
+    int32_t best = 0;
+    double sum = 0, reached = 0;
+    for (int32_t i = 1; i < V; i++)
+        if (logits[i] > logits[best]) best = i;
+    if (temperature <= 0) return best;
+    for (int32_t i = 0; i < V; i++) {
+        sorted[i] = (candidate){expf((logits[i] - logits[best]) / (float)temperature), i};
+        sum += (double)sorted[i].p;
+    }
+    qsort(sorted, (size_t)V, sizeof *sorted, by_probability);
+    int64_t n = 0;
+    while (n < V && reached < top_p * sum) reached += (double)sorted[n++].p;
+    double left = uniform(state) * reached;
+    int64_t i = 0;
+    while (i < n - 1 && (left -= (double)sorted[i].p) >= 0) i++;
+    return sorted[i].id;
+}
+
+/* Length of the UTF-8 sequence at s, 0 if it is none. s is zero-terminated. */
+static int utf8_length(const unsigned char *s) {
+    int n = *s < 0x80 ? 1 : *s < 0xc2 ? 0 : *s < 0xe0 ? 2 : *s < 0xf0 ? 3 : *s < 0xf5 ? 4 : 0;
+    for (int i = 1; i < n; i++)
+        if ((s[i] & 0xc0) != 0x80) return 0;
+    bool bad = (*s == 0xe0 && s[1] < 0xa0) || (*s == 0xed && s[1] > 0x9f) || (*s == 0xf0 && s[1] < 0x90) ||
+               (*s == 0xf4 && s[1] > 0x8f);
+    return bad ? 0 : n;
+}
+
+/* JSON and terminals want UTF-8: whatever else the model wrote, such as half a character at the end, is replaced. */
+static char *clean_utf8(const char *raw, size_t bytes) {
+    char *text;
+    size_t size;
+    FILE *out = open_memstream(&text, &size);
+    if (!out) fail("out of memory");
+    for (const char *s = raw; s < raw + bytes;) {
+        int n = *s ? utf8_length((const unsigned char *)s) : 0;
+        if (n) fwrite(s, 1, (size_t)n, out);
+        else fputs("\xef\xbf\xbd", out);
+        s += n ? n : 1;
+    }
+    fclose(out);
+    return text;
+}
+
+static void answer(lm_model *m, const lm_chat *chat, column *c, const lm_ids *suffix, int64_t T_c) {
+    const int64_t V = lm_get_params(m)->V;
+    float *logits = allocate((size_t)V, sizeof *logits);
+    candidate *sorted = allocate((size_t)V, sizeof *sorted);
+    uint64_t state = (uint64_t)seed;
+    char *raw;
+    size_t bytes;
+    FILE *text = open_memstream(&raw, &bytes);
+    if (!text) fail("out of memory");
+    if (lm_eval(m, c->cache, suffix->v, suffix->n, T_c, logits, LM_LAST)) fail("%s", lm_error(m));
+    double start = seconds();
+    int64_t n = 0;
+    for (; n < n_answer; n++) {
+        size_t length;
+        int32_t token = pick_token(logits, V, sorted, &state);
+        if (lm_chat_is_stop(chat, token)) break;
+        const char *piece = lm_decode(chat->tokenizer, token, &length);
+        fwrite(piece, 1, length, text);
+        if (lm_eval(m, c->cache, &token, 1, T_c + suffix->n + n, logits, LM_LAST)) fail("%s", lm_error(m));
+    }
+    c->decode_tok_s = n ? (double)n / (seconds() - start) : 0;
+    fclose(text);
+    c->text = clean_utf8(raw, bytes);
+    free(raw);
+    free(sorted);
+    free(logits);
+}
+
+/* ---- report -------------------------------------------------------------- */
+
+static cJSON *column_json(const column *c, int64_t T_c, int64_t bytes_dense, double prefill_s) {
+    cJSON *o = cJSON_CreateObject();
+    cJSON_AddNumberToObject(o, "context_tokens", (double)T_c);
+    cJSON_AddNumberToObject(o, "logical_ratio", c->stats.logical);
+    cJSON_AddNumberToObject(o, "physical_ratio", c->stats.physical);
+    cJSON_AddNumberToObject(o, "physical_ratio_total", c->stats.physical_total);
+    cJSON_AddNumberToObject(o, "kv_bytes_dense", (double)bytes_dense);
+    cJSON_AddNumberToObject(o, "kv_bytes_packed", (double)c->bytes_packed);
+    cJSON_AddNumberToObject(o, "kv_bytes_peak", (double)c->bytes_peak);
+    cJSON_AddNumberToObject(o, "prefill_s", prefill_s);
+    cJSON_AddNumberToObject(o, "compress_s", c->compress_s);
+    cJSON_AddNumberToObject(o, "decode_tok_s", c->decode_tok_s);
+    cJSON_AddStringToObject(o, "text", c->text);
+    return o;
+}
+
+static void print_row(const char *what, const column *const *shown, int n, const char *format_one,
+                      double (*value)(const column *)) {
+    printf("%-28s", what);
+    for (int i = 0; i < n; i++) {
+        char cell[32];
+        snprintf(cell, sizeof cell, format_one, value(shown[i]));
+        printf("  %12s", cell);
+    }
+    printf("\n");
+}
+
+static double logical(const column *c) { return c->stats.logical; }
+static double physical(const column *c) { return c->stats.physical; }
+static double total(const column *c) { return c->stats.physical_total; }
+static double packed_mb(const column *c) { return (double)c->bytes_packed / 1e6; }
+static double peak_mb(const column *c) { return (double)c->bytes_peak / 1e6; }
+static double compress_ms(const column *c) { return 1e3 * c->compress_s; }
+static double tok_s(const column *c) { return c->decode_tok_s; }
+
+static void print_table(const column *const *shown, int n) {
+    printf("%-28s", "");
+    for (int i = 0; i < n; i++) printf("  %12s", shown[i]->name);
+    printf("\n");
+    print_row("logical ratio", shown, n, "%.3f", logical);
+    print_row("physical ratio", shown, n, "%.3f", physical);
+    print_row("  with sink and recent", shown, n, "%.3f", total);
+    print_row("KV cache of the context, MB", shown, n, "%.1f", packed_mb);
+    print_row("  peak, MB", shown, n, "%.1f", peak_mb);
+    print_row("compress, ms", shown, n, "%.0f", compress_ms);
+    print_row("decode, tokens/s", shown, n, "%.1f", tok_s);
+}
+
+static void report(const column *columns, const lm_model *m, int64_t T_c, double prefill_s) {
+    const column *shown[COLUMNS];
+    int n = 0;
+    int64_t bytes_dense = dkv_kv_bytes_dense(&lm_get_params(m)->shape, (dkv_type)type, T_c);
+    for (int i = 0; i < COLUMNS; i++)
+        if (columns[i].cache) shown[n++] = &columns[i];
+    if (json) {
+        cJSON *all = n > 1 ? cJSON_CreateObject() : column_json(shown[0], T_c, bytes_dense, prefill_s);
+        for (int i = 0; n > 1 && i < n; i++)
+            cJSON_AddItemToObject(all, shown[i]->name, column_json(shown[i], T_c, bytes_dense, prefill_s));
+        print_json_object(all);
+        return;
+    }
+    for (int i = 0; i < n; i++) printf("%s: %s\n", shown[i]->name, shown[i]->text);
+    printf("\n%lld tokens of context, prefill %.1f s, %s cache, dense %.1f MB, %lld threads, %s\n\n", (long long)T_c,
+           prefill_s, dkv_type_name((dkv_type)type), (double)bytes_dense / 1e6, (long long)threads,
+           dkv_simd_name(dkv_simd_level()));
+    print_table(shown, n);
+}
+
+/* ---- the command --------------------------------------------------------- */
+
+static void check_arguments(void) {
+    if (!model_path) usage("which model? give -m MODEL.gguf");
+    if (!pattern_path) usage("which pattern? give -p PATTERN.dkv");
+    if (!context_path) usage("which context? give -c CONTEXT.txt");
+    if (!question) usage("what is the question? give -q TEXT");
+    if (control >= 0) compare = true;
+    if (!threads) threads = sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+/* Prefills the first column and packs the others from it. Returns the seconds of prefill. */
+static double fill_columns(column *columns, lm_model *m, const lm_ids *context, const dkv_allocator *alloc) {
+    lm_prefill_options options = {.alloc = alloc, .progress = isatty(STDERR_FILENO) ? show_progress : NULL};
+    column *first = &columns[compare ? DENSE : COMPRESSED];
+    double start = seconds();
+    if (lm_prefill(m, &first->cache, 1, context->v, context->n, &options)) fail("%s", lm_error(m));
+    double prefill_s = seconds() - start;
+    for (column *c = first + 1; c < columns + COLUMNS; c++)
+        if (c->cache) pack_column(c, first, lm_get_params(m)->shape.L);
+    return prefill_s;
+}
+
+/* A run without --compare holds what it says: bytes_peak, and beyond that only padding to blocks of 16 rows and 16
+   dimensions in context, dense layer and tail, and the caches' own records of each layer, head and run. */
+static void assert_peak(const column *c, const counter *count) {
+    const dkv_shape *s = dkv_cache_shape(c->cache);
+    const dkv_plan *plan = dkv_cache_plan(c->cache);
+    const int64_t heads = (int64_t)s->L * s->Hkv, row = (s->d_k + s->d_v) * dkv_type_bytes((dkv_type)type);
+    const int64_t rows = c->bytes_peak / row, padded = rows + 3 * 16 * heads;
+    const int64_t records = 16384 + 512 * heads + plan->first[heads] * (int64_t)sizeof(dkv_run);
+    if (count->peak < c->bytes_peak || count->peak > padded * (row + 32 * dkv_type_bytes((dkv_type)type)) + records)
+        fail("bug: %lld bytes of KV cache were allocated, %lld expected; please report this", (long long)count->peak,
+             (long long)c->bytes_peak);
+}
+
+static void run(lm_model *m, const lm_chat *chat, const dkv_pattern *p) {
+    const dkv_shape *shape = &lm_get_params(m)->shape;
+    lm_ids context = {0}, suffix = {0};
+    encode_prompt(m, chat, &context, &suffix);
+    check_pattern(p, shape, context.n);
+
+    counter count = {0};
+    dkv_allocator alloc = {counted_alloc, counted_free, &count};
+    column columns[COLUMNS] = {{.name = "dense"}, {.name = "compressed"}, {.name = "streaming"}};
+    open_columns(columns, p, shape, context.n, suffix.n + n_answer, &alloc);
+    double prefill_s = fill_columns(columns, m, &context, &alloc);
+    for (int i = 0; i < COLUMNS; i++)
+        if (columns[i].cache) answer(m, chat, &columns[i], &suffix, context.n);
+    if (!compare) assert_peak(&columns[COMPRESSED], &count);
+    report(columns, m, context.n, prefill_s);
+    for (int i = 0; i < COLUMNS; i++) {
+        dkv_cache_destroy(columns[i].cache);
+        free(columns[i].text);
+    }
+    free(context.v);
+    free(suffix.v);
+}
+
+int command_run(int argc, char **argv) {
+    const tool_option options[] = {
+        {'m', "model", "MODEL.gguf", OPT_TEXT, &model_path, 0, 0, "a Llama-family model"},
+        {'p', "pattern", "FILE.dkv", OPT_TEXT, &pattern_path, 0, 0, "a pattern made for it"},
+        {'c', "context", "FILE.txt", OPT_TEXT, &context_path, 0, 0, "the long text"},
+        {'q', "question", "TEXT", OPT_TEXT, &question, 0, 0, "what to ask about it"},
+        {'n', "tokens", "N", OPT_INT, &n_answer, 1, 1048576, "length of the answer at most (default: 64)"},
+        {0, "ctx", "N", OPT_INT, &cut, 1, 68719476736., "cut the context to N tokens"},
+        {0, "compare", NULL, OPT_FLAG, &compare, 0, 0, "answer from the dense cache too"},
+        {0, "control", "streaming", OPT_CHOICE, &control, 0, 0, "and from the nearest tokens, as many (--compare)"},
+        {0, "json", NULL, OPT_FLAG, &json, 0, 0, "print JSON"},
+        {0, "type", TYPE_CHOICES, OPT_CHOICE, &type, 0, 0, "of the cache (default: f16)"},
+        {0, "beyond", BEYOND_CHOICES, OPT_CHOICE, &beyond, 0, 0, "positions beyond the last bin (default: error)"},
+        {0, "template", "raw|chatml|llama3|llama2", OPT_TEXT, &format, 0, 0, "chat format (default: the model's)"},
+        {0, "temp", "T", OPT_REAL, &temperature, 0, 100, "sampling temperature (default: 0, the likeliest token)"},
+        {0, "top-p", "P", OPT_REAL, &top_p, 0, 1, "sample from the likeliest tokens of this total (default: 1)"},
+        {0, "seed", "N", OPT_INT, &seed, 0, 9007199254740992., "of sampling (default: 0)"},
+        {'t', "threads", "N", OPT_INT, &threads, 1, 1024, "(default: all processors)"},
+        {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
+    };
+    argv = parse_options(&argc, argv, options, SYNOPSIS, NULL);
+    if (argc) usage("what is '%s'? see dkv run --help", argv[0]);
+    check_arguments();
+
+    char err[512];
+    dkv_pattern p;
+    lm_model *m;
+    lm_tokenizer *tokenizer;
+    lm_chat chat;
+    load_pattern(&p, pattern_path);
+    if (lm_open(&m, model_path, (int)threads, err, sizeof err)) fail("%s", err);
+    if (lm_tokenizer_open(&tokenizer, lm_get_gguf(m), err, sizeof err)) fail("%s: %s", model_path, err);
+    if (lm_chat_open(&chat, lm_get_gguf(m), tokenizer, format, NULL, err, sizeof err))
+        fail("%s: %s", model_path, err);
+    run(m, &chat, &p);
+    lm_chat_close(&chat);
+    lm_tokenizer_close(tokenizer);
+    lm_close(m);
+    dkv_pattern_free(&p, NULL);
+    return 0;
+}
