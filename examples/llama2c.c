@@ -17,7 +17,6 @@
 #include <unistd.h>
 
 enum { SINK = 4, RECENT = 16, BIN_WIDTH = 8, WORKSPACE = 4 << 20 }; /* small, so that a short prompt has a middle */
-
 static void fail(const char *what, const char *why) {
     fprintf(stderr, "llama2c: %s: %s\n", what, why);
     exit(1);
@@ -95,7 +94,8 @@ static void read_model(model *m, const char *path) {
 
 static void write_random(const char *path) {
     model m = {.c = {.dim = 64, .hidden = 160, .L = 3, .H = 4, .Hkv = 2, .vocab = 128, .seq = 256}, .d = 16};
-    int64_t n = map_weights(&m, NULL, false);
+    int64_t n = map_weights(&m, NULL, true);
+    m.c.vocab = -m.c.vocab;
     FILE *f = fopen(path, "wb");
     if (!f) fail(path, "cannot be written");
     fwrite(&m.c, sizeof m.c, 1, f);
