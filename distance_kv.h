@@ -285,12 +285,12 @@ typedef struct dkv_plan {
 /* Each maker: mem NULL asks, *bytes = size needed and *plan is untouched. Otherwise mem must hold *bytes, 8-byte
    aligned (ALIGN), at least the size needed (CAPACITY). O(L * Hkv * D / W's runs); does not look at K or V.
 
-   From a pattern: Keep(l, g, i) = sink or recent or OR over the group of M[l][h][bin(i)]. T_c >= 0. FIELD, RANGE. */
+   From a pattern: Keep(l, g, i) = sink or recent or OR over the group of M[l][h][bin(i)]. T_c 0..2^36. FIELD, RANGE. */
 DKV_API dkv_result dkv_plan_make(dkv_plan *plan, void *mem, size_t *bytes, const dkv_pattern *p, int64_t T_c,
                                  dkv_beyond beyond);
 
 /* From any caller's positions: positions holds for each (l, g) in turn counts[l * Hkv + g] ascending positions in
-   0..T_c-1. positions and counts NULL: everything is kept (the dense plan). ORDER, FIELD. */
+   0..T_c-1. positions and counts NULL: everything is kept (the dense plan). ORDER (counts too: 0..T_c), FIELD. */
 DKV_API dkv_result dkv_plan_from_positions(dkv_plan *plan, void *mem, size_t *bytes, int L, int Hkv, int64_t T_c,
                                            const int64_t *positions, const int64_t *counts);
 
@@ -375,7 +375,8 @@ typedef struct dkv_attention {
     dkv_segment  tail;
     float        scale;             /* 0: 1 / sqrt(d_k) */
     float        softcap;           /* logits <- softcap * tanh(logits / softcap); 0: off */
-    const float *sink;              /* NULL, or [H]: one extra logit per head that takes weight and gives no value */
+    const float *sink;              /* NULL, or [H]: one extra logit per head that takes weight and gives no value; it
+                                       counts in lse. -INFINITY: none for this head */
 } dkv_attention;
 
 /* Splits a task over threads: calls task(arg, ith, nth) for ith = 0..nth-1, returns when all are done. */
@@ -385,9 +386,10 @@ typedef struct dkv_parallel {
     int   nth;
 } dkv_parallel;
 
-/* a[n]: a batch of any mix of lengths, heads and layers; n = 1 for one. The workspace serves up to nth threads and any
-   tail that is not longer; 64-byte aligned. All checks happen before anything is written:
-   SHAPE, TYPE, CAPACITY (workspace), ALIGN, OVERLAP. par NULL: OpenMP if compiled in, else this thread alone. */
+/* a[n]: a batch of any mix of lengths, heads and layers; n = 1 for one. The workspace serves nth threads and keys of
+   any length; 64-byte aligned. All checks happen before anything is written:
+   SHAPE, TYPE, FIELD (scale or softcap below 0 or NaN), CAPACITY (workspace), ALIGN, OVERLAP. par NULL: OpenMP if
+   compiled in, else this thread alone. */
 DKV_API dkv_result dkv_attend_size(size_t *bytes, const dkv_attention *a, int64_t n, int nth);
 DKV_API dkv_result dkv_attend(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par);
 
@@ -407,7 +409,8 @@ DKV_API dkv_result dkv_cache_create(dkv_cache **out, const dkv_plan *plan, const
                                     int64_t capacity, const dkv_allocator *alloc);
 DKV_API void       dkv_cache_destroy(dkv_cache *c); /* NULL is allowed */
 
-/* Packs layer l once, from all T_c dense rows. Layers may come in any order, from several threads. STATE: done. */
+/* Packs layer l once, from all T_c dense rows. Layers may come in any order, from several threads. STATE: packed
+   already, or T_c = 0 and nothing to pack. */
 DKV_API dkv_result dkv_cache_pack(dkv_cache *c, int l, const dkv_segment *source);
 
 /* Appends n rows of K [n][Hkv][d_k] and V [n][Hkv][d_v] to the tail of layer l. CAPACITY: nothing was appended. */
@@ -1517,7 +1520,8 @@ DKV_API dkv_result dkv_pattern_read(dkv_pattern *out, const void *data, size_t b
 DKV__PRIVATE dkv_result dkv__file_load(void **data, size_t *bytes, const char *path, const dkv_allocator *alloc) {
     FILE *f = fopen(path, "rb");
     if (!f) return DKV_ERR_IO;
-    long size = fseek(f, 0, SEEK_END) ? -1 : ftell(f);
+    int  folder = fgetc(f) == EOF && ferror(f); /* opens, but does not read; its size would be nonsense */
+    long size = folder || fseek(f, 0, SEEK_END) ? -1 : ftell(f);
     dkv_result r = size < 0 || fseek(f, 0, SEEK_SET) ? DKV_ERR_IO : size == 0 ? DKV_ERR_LENGTH : DKV_OK;
     void *p = r ? NULL : dkv__alloc(alloc, (size_t)size);
     if (!r && !p) r = DKV_ERR_MEMORY;
@@ -2085,7 +2089,7 @@ DKV_API dkv_result dkv_pack_front(dkv_tensor k, dkv_tensor v, const dkv_plan *pl
     DKV_ASSERT(l >= 0 && l < plan->L);
     if (!dkv__d_ok(d_k) || !dkv__d_ok(d_v)) return DKV_ERR_SHAPE;
     if (!dkv_type_bytes(k.type) || !dkv_type_bytes(v.type)) return DKV_ERR_TYPE;
-    if (k.data == v.data) return DKV_ERR_OVERLAP; /* rows would move twice; interleaved K and V have different bases */
+    if (plan->T_c && k.data == v.data) return DKV_ERR_OVERLAP; /* rows would move twice */
     for (int64_t g = 0; g < plan->Hkv; g++) {
         int64_t flat = (int64_t)l * plan->Hkv + g;
         for (int64_t i = plan->first[flat]; i < plan->first[flat + 1]; i++) {
@@ -2134,22 +2138,22 @@ DKV_API dkv_result dkv_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *pack
    ========================================================================== */
 
 #define DKV__ROW_BLOCK 192 /* query rows that share one conversion of a strided tile; q and o stay in L2 */
-#define DKV__ITEMS     256 /* items worth having for balance over up to 64 threads */
+#define DKV__CHUNKS    64  /* at most, of one row block: balance over as many threads */
+#define DKV__PARTIALS  1024 /* partial rows of one KV head, at most: bounds the workspace, whatever N_q */
 
 typedef struct dkv__item {
     const dkv_attention *a;
     int64_t              g, row, rows;    /* KV head; query rows row .. row + rows - 1 of its G * N_q */
     int64_t              tile, tiles;     /* tiles tile .. tile + tiles - 1 of context, then tail */
     int64_t              chunk, chunks;   /* which part of the row block's tiles */
-    int64_t              slot;            /* of chunk 0, when chunks > 1 */
+    int64_t              slot;            /* of chunk 0, in floats, when chunks > 1 */
 } dkv__item;
 
 typedef struct dkv__schedule {
     const dkv_attention *a;
     int64_t              n;
-    int64_t              chunk;           /* tiles per item */
-    int64_t              weight;          /* of all items: bytes of K and V times rows */
-    int64_t              slots;           /* at most */
+    int64_t              weight;          /* of all items: keys times rows times d */
+    int64_t              slots;           /* floats, at most */
     int64_t              rows, wk, wv;    /* largest row block, K and V width in floats */
     int                  strided;         /* some segment needs converting */
 } dkv__schedule;
@@ -2172,14 +2176,24 @@ DKV__INLINE int64_t dkv__tiles(const dkv_attention *a, int64_t g, int64_t end) {
     return dkv__context_tiles(a, g) + dkv__ceil_div(dkv__visible(a, g, last), DKV__TILE);
 }
 
+/* Chunks that a row block is cut into at most: a matter of its own attention alone, so that a batch gives the bits of
+   single calls. Many rows are parallel as they are. */
+DKV__INLINE int64_t dkv__most_chunks(const dkv_attention *a) {
+    return dkv__min(dkv__max(DKV__PARTIALS / dkv__query_rows(a), 1), DKV__CHUNKS);
+}
+
+/* What one chunk leaves: o [rows][wv], max [rows], sum [rows], in floats. */
+DKV__INLINE int64_t dkv__slot_floats(const dkv_attention *a, int64_t rows) {
+    return dkv__round_up(rows * (dkv__v_width(a->d_v) + 2), 16);
+}
+
 /* The next item in order; start with a zeroed item whose a is the first attention. */
 DKV__PRIVATE int dkv__next_item(dkv__item *it, const dkv__schedule *s) {
-    int64_t slots = it->chunks > 1 ? it->chunks : 0;
     if (it->chunk + 1 < it->chunks) {
         it->chunk++;
     } else {
+        if (it->chunks > 1) it->slot += it->chunks * dkv__slot_floats(it->a, it->rows);
         it->chunk = 0;
-        it->slot += slots;
         it->row += it->rows;
         if (it->rows && it->row == dkv__query_rows(it->a)) {
             it->row = 0;
@@ -2191,10 +2205,12 @@ DKV__PRIVATE int dkv__next_item(dkv__item *it, const dkv__schedule *s) {
         }
         if (it->a == s->a + s->n) return 0;
         it->rows = dkv__min(dkv__query_rows(it->a) - it->row, DKV__ROW_BLOCK);
-        it->chunks = dkv__max(dkv__ceil_div(dkv__tiles(it->a, it->g, it->row + it->rows), s->chunk), 1);
     }
-    it->tile = it->chunk * s->chunk;
-    it->tiles = dkv__min(dkv__tiles(it->a, it->g, it->row + it->rows) - it->tile, s->chunk);
+    int64_t tiles = dkv__tiles(it->a, it->g, it->row + it->rows);
+    int64_t step = dkv__max(dkv__ceil_div(tiles, dkv__most_chunks(it->a)), 1);
+    it->chunks = dkv__max(dkv__ceil_div(tiles, step), 1);
+    it->tile = it->chunk * step;
+    it->tiles = dkv__min(tiles - it->tile, step);
     return 1;
 }
 
@@ -2212,29 +2228,23 @@ DKV__INLINE int64_t dkv__item_weight(const dkv__item *it) {
 DKV__PRIVATE dkv__schedule dkv__schedule_make(const dkv_attention *a, int64_t n) {
     dkv__schedule s;
     dkv__item     it;
-    int64_t       tiles = 0, blocks = 0;
     memset(&s, 0, sizeof s);
     s.a = a;
     s.n = n;
-    s.chunk = DKV__FAR; /* first pass: whole row blocks */
-    for (it = dkv__first_item(&s); dkv__next_item(&it, &s); blocks++) {
-        tiles += it.tiles;
-        s.weight += dkv__item_weight(&it);
-        s.rows = dkv__max(s.rows, it.rows);
-        s.wk = dkv__max(s.wk, dkv__round_up(it.a->d_k, 16));
-        s.wv = dkv__max(s.wv, dkv__v_width(it.a->d_v));
-        s.strided |= !it.a->context.packed || !it.a->tail.packed;
-    }
-    if (blocks * 4 < DKV__ITEMS) { /* few row blocks: cut along the keys */
-        s.chunk = dkv__max(dkv__ceil_div(tiles, DKV__ITEMS), 1);
-        s.slots = DKV__ITEMS + blocks;
+    for (it = dkv__first_item(&s); dkv__next_item(&it, &s);) s.weight += dkv__item_weight(&it);
+    for (; n > 0; n--, a++) {
+        int64_t rows = dkv__query_rows(a), block = dkv__min(rows, DKV__ROW_BLOCK);
+        int64_t chunks = rows ? dkv__most_chunks(a) : 0;
+        if (chunks > 1) s.slots += a->Hkv * dkv__ceil_div(rows, block) * chunks * dkv__slot_floats(a, block);
+        s.rows = dkv__max(s.rows, block);
+        s.wk = dkv__max(s.wk, dkv__round_up(a->d_k, 16));
+        s.wv = dkv__max(s.wv, dkv__v_width(a->d_v));
+        s.strided |= !a->context.packed || !a->tail.packed;
     }
     return s;
 }
 
-/* Workspace: slots of partial rows [rows][wv + 2], then one scratch per thread; in floats, all multiples of 16. */
-DKV__INLINE int64_t dkv__slot_floats(const dkv__schedule *s) { return dkv__round_up(s->rows * (s->wv + 2), 16); }
-
+/* Workspace: slots, then one scratch per thread; in floats, all multiples of 16. Lengths do not matter. */
 DKV__INLINE int64_t dkv__tile_floats(const dkv__schedule *s) { return s->strided ? DKV__TILE * (s->wk + s->wv) : 0; }
 
 DKV__INLINE int64_t dkv__scratch_floats(const dkv__schedule *s) {
@@ -2242,29 +2252,28 @@ DKV__INLINE int64_t dkv__scratch_floats(const dkv__schedule *s) {
 }
 
 DKV__INLINE int64_t dkv__workspace_bytes(const dkv__schedule *s, int64_t nth) {
-    return (s->slots * dkv__slot_floats(s) + nth * dkv__scratch_floats(s)) * (int64_t)sizeof(float);
+    return (s->slots + nth * dkv__scratch_floats(s)) * (int64_t)sizeof(float);
 }
 
 /* One thread's scratch. */
 typedef struct dkv__scratch {
-    float *q, *o;        /* [rows][wk], [rows][wv] */
+    float *q, *o;        /* [rows][wk], [rows][v_width] */
     float *max, *sum;    /* [rows] */
     float *s;            /* [DKV__ROWS][DKV__TILE] */
     float *tile;         /* one converted tile, f32 packed */
-    int64_t wk, wv;
+    int64_t wk;
 } dkv__scratch;
 
 DKV__PRIVATE dkv__scratch dkv__scratch_of(const dkv__schedule *s, void *ws, int ith) {
     dkv__scratch x;
     int64_t      rows = dkv__round_up(s->rows, 16);
-    x.q = (float *)ws + s->slots * dkv__slot_floats(s) + ith * dkv__scratch_floats(s);
+    x.q = (float *)ws + s->slots + ith * dkv__scratch_floats(s);
     x.o = x.q + rows * s->wk;
     x.max = x.o + rows * s->wv;
     x.sum = x.max + rows;
     x.s = x.sum + rows;
     x.tile = x.s + DKV__ROWS * DKV__TILE;
     x.wk = s->wk;
-    x.wv = s->wv;
     return x;
 }
 
@@ -2299,7 +2308,7 @@ DKV__PRIVATE dkv__keys dkv__tile_keys(const dkv__item *it, int64_t tile, const d
 DKV__PRIVATE void dkv__attend_tile(const dkv__item *it, const dkv__keys *y, const dkv__scratch *x,
                                    const dkv__kernels *f) {
     const dkv_attention *a = it->a;
-    const int64_t        G = a->H / a->Hkv;
+    const int64_t        G = a->H / a->Hkv, wv = dkv__v_width(a->d_v);
     float                alpha[DKV__ROWS];
     for (int64_t r = 0, m; r < it->rows; r += m) {
         int64_t n = y->n, end = it->rows; /* of the rows that see n keys, the first not to */
@@ -2312,7 +2321,7 @@ DKV__PRIVATE void dkv__attend_tile(const dkv__item *it, const dkv__keys *y, cons
         if (n <= 0) continue;
         f->scores(x->s, x->q + r * x->wk, x->wk, m, y->k, y->type, a->d_k, n);
         f->softmax(x->s, x->max + r, x->sum + r, alpha, m, n, a->softcap);
-        f->mix(x->o + r * x->wv, x->wv, x->s, alpha, m, y->v, y->type, dkv__v_width(a->d_v), n);
+        f->mix(x->o + r * wv, wv, x->s, alpha, m, y->v, y->type, wv, n);
     }
 }
 
@@ -2348,46 +2357,50 @@ DKV__PRIVATE void dkv__finish_row(const dkv__item *it, int64_t r, float *o, floa
     if (a->lse) a->lse[i * a->H + h] = sum == 0.0f ? -INFINITY : (float)((double)max + log((double)sum));
 }
 
-DKV__PRIVATE void dkv__attend_item(const dkv__item *it, const dkv__schedule *s, const dkv__scratch *x, void *ws,
-                                   const dkv__kernels *f) {
+DKV__PRIVATE void dkv__attend_item(const dkv__item *it, const dkv__scratch *x, void *ws, const dkv__kernels *f) {
+    const int64_t wv = dkv__v_width(it->a->d_v);
     dkv__load_queries(it, x, f);
     for (int64_t r = 0; r < it->rows; r++) {
         x->max[r] = -INFINITY;
         x->sum[r] = 0.0f;
     }
-    memset(x->o, 0, (size_t)(it->rows * x->wv) * sizeof(float));
+    memset(x->o, 0, (size_t)(it->rows * wv) * sizeof(float));
     for (int64_t t = it->tile; t < it->tile + it->tiles; t++) {
         dkv__keys y = dkv__tile_keys(it, t, x, f);
         dkv__attend_tile(it, &y, x, f);
     }
     if (it->chunks == 1) {
-        for (int64_t r = 0; r < it->rows; r++) dkv__finish_row(it, r, x->o + r * x->wv, x->max[r], x->sum[r], f);
+        for (int64_t r = 0; r < it->rows; r++) dkv__finish_row(it, r, x->o + r * wv, x->max[r], x->sum[r], f);
         return;
     }
-    float *slot = (float *)ws + (it->slot + it->chunk) * dkv__slot_floats(s);
-    memcpy(slot, x->o, (size_t)(it->rows * x->wv) * sizeof(float));
-    memcpy(slot + s->rows * s->wv, x->max, (size_t)it->rows * sizeof(float));
-    memcpy(slot + s->rows * (s->wv + 1), x->sum, (size_t)it->rows * sizeof(float));
+    float *slot = (float *)ws + it->slot + it->chunk * dkv__slot_floats(it->a, it->rows);
+    memcpy(slot, x->o, (size_t)(it->rows * wv) * sizeof(float));
+    memcpy(slot + it->rows * wv, x->max, (size_t)it->rows * sizeof(float));
+    memcpy(slot + it->rows * (wv + 1), x->sum, (size_t)it->rows * sizeof(float));
 }
 
 /* Merges row r of all chunks, in chunk order, into x->o. */
-DKV__PRIVATE void dkv__combine_row(const dkv__item *it, int64_t r, const dkv__schedule *s, const dkv__scratch *x,
-                                   const void *ws, const dkv__kernels *f) {
-    const int64_t step = dkv__slot_floats(s);
-    const float  *slot = (const float *)ws + it->slot * step;
+DKV__PRIVATE void dkv__combine_row(const dkv__item *it, int64_t r, const dkv__scratch *x, const void *ws,
+                                   const dkv__kernels *f) {
+    const int64_t wv = dkv__v_width(it->a->d_v), step = dkv__slot_floats(it->a, it->rows);
+    const float  *o = (const float *)ws + it->slot + r * wv;
+    const float  *top = (const float *)ws + it->slot + it->rows * wv + r, *part = top + it->rows;
     float         max = -INFINITY, sum = 0.0f;
-    for (int64_t c = 0; c < it->chunks; c++) {
-        float top = slot[c * step + s->rows * s->wv + r];
-        max = top > max ? top : max;
-    }
-    memset(x->o, 0, (size_t)x->wv * sizeof(float));
-    for (int64_t c = 0; c < it->chunks; c++) {
-        const float *part = slot + c * step;
-        float        top = part[s->rows * s->wv + r], w = top == -INFINITY ? 1.0f : dkv__exp(top - max);
-        sum += w * part[s->rows * (s->wv + 1) + r]; /* a chunk without a finite logit holds zeros, or NaN to pass on */
-        f->axpy(x->o, w, part + r * s->wv, s->wv);
+    for (int64_t c = 0; c < it->chunks; c++) max = top[c * step] > max ? top[c * step] : max;
+    memset(x->o, 0, (size_t)wv * sizeof(float));
+    for (int64_t c = 0; c < it->chunks; c++) { /* a chunk without a finite logit holds zeros, or NaN to pass on */
+        float w = top[c * step] == -INFINITY ? 1.0f : dkv__exp(top[c * step] - max);
+        sum += w * part[c * step];
+        f->axpy(x->o, w, o + c * step, wv);
     }
     dkv__finish_row(it, r, x->o, max, sum, f);
+}
+
+DKV__PRIVATE int dkv__input_overlaps(const dkv_attention *a, dkv__range r) {
+    dkv__range sink = dkv__byte_range(a->sink, a->sink ? (size_t)a->H * sizeof(float) : 0);
+    return dkv__overlap(r, dkv__tensor_range(&a->q, a->N_q, a->H, a->d_k)) || dkv__overlap(r, sink) ||
+           dkv__segment_overlaps(&a->context, a->Hkv, a->d_k, a->d_v, r) ||
+           dkv__segment_overlaps(&a->tail, a->Hkv, a->d_k, a->d_v, r);
 }
 
 DKV__PRIVATE dkv_result dkv__attention_check(const dkv_attention *a) {
@@ -2399,11 +2412,8 @@ DKV__PRIVATE dkv_result dkv__attention_check(const dkv_attention *a) {
     if (!r) r = dkv__segment_check(&a->tail, a->Hkv, a->d_k, a->d_v);
     if (r) return r;
     dkv__range out = dkv__tensor_range(&a->out, a->N_q, a->H, a->d_v);
-    if (dkv__overlap(out, dkv__tensor_range(&a->q, a->N_q, a->H, a->d_k)) ||
-        dkv__segment_overlaps(&a->context, a->Hkv, a->d_k, a->d_v, out) ||
-        dkv__segment_overlaps(&a->tail, a->Hkv, a->d_k, a->d_v, out)) {
-        return DKV_ERR_OVERLAP;
-    }
+    dkv__range lse = dkv__byte_range(a->lse, a->lse ? (size_t)(a->N_q * a->H) * sizeof(float) : 0);
+    if (dkv__input_overlaps(a, out) || dkv__input_overlaps(a, lse) || dkv__overlap(out, lse)) return DKV_ERR_OVERLAP;
     return DKV_OK;
 }
 
@@ -2425,7 +2435,7 @@ DKV__PRIVATE void dkv__part(const dkv__schedule *s, void *ws, int ith, int nth) 
     dkv__item           it;
     for (it = dkv__first_item(s); dkv__next_item(&it, s);) { /* an item belongs to the share that its middle lies in */
         int64_t w = dkv__item_weight(&it);
-        if ((int64_t)((double)(before + w / 2) / (double)s->weight * nth) == ith) dkv__attend_item(&it, s, &x, ws, f);
+        if ((int64_t)((double)(before + w / 2) / (double)s->weight * nth) == ith) dkv__attend_item(&it, &x, ws, f);
         before += w;
     }
 }
@@ -2437,7 +2447,7 @@ DKV__PRIVATE void dkv__combine(const dkv__schedule *s, void *ws, int ith, int nt
     dkv__item           it;
     for (it = dkv__first_item(s); dkv__next_item(&it, s);) {
         for (int64_t r = 0; it.chunks > 1 && it.chunk == 0 && r < it.rows; r++, row++) {
-            if (row % nth == ith) dkv__combine_row(&it, r, s, &x, ws, f);
+            if (row % nth == ith) dkv__combine_row(&it, r, &x, ws, f);
         }
     }
 }
