@@ -24,13 +24,13 @@ static uint32_t rnd(void) { /* xorshift */
     return x;
 }
 
-/* ---- a GGUF in memory: 256 byte tokens, then what the merges join, then special tokens */
+/* ---- a GGUF in memory: 256 byte tokens, what the merges join, one not spelled in bytes, special tokens */
 
 static const char *const merges[] = {
     "t h", "th e", "Ġ the", "a a", "aa aa", "aaaa aaaa", "e r", "a b", "b a", "ab a", "Ġ Ġ", "ĠĠ ĠĠ",
     "Ã ©", "Ð ¿", "z z", /* the last is a token, but left out of the file's merges */
 };
-enum { N_MERGES = COUNT(merges), N_TINY = 256 + N_MERGES };
+enum { N_MERGES = COUNT(merges), RAW = 256 + N_MERGES, N_TINY };
 
 typedef struct {
     const char *model, *pre; /* NULL: gpt2 */
@@ -92,6 +92,7 @@ static void put_tokens(file *f, int n_specials, const spec *o) {
         put(f, merges[i], (size_t)(space - merges[i]));
         put(f, space + 1, strlen(space + 1));
     }
+    put_str(f, "é丸"); /* RAW: outside the alphabet */
     for (int i = 0; i < n_specials; i++) put_str(f, o->specials[i]);
 }
 
@@ -346,7 +347,8 @@ static void test_special(void **state) {
 static void test_whole_pieces(void **state) {
     (void)state;
     lm_tokenizer *llama3 = tiny(&(spec){.pre = "llama-bpe"}), *gpt2 = tiny(&(spec){.pre = "gpt-2"});
-    EXPECT_IDS(llama3, "zz zzz", false, N_TINY - 1, ' ', 'z', 'z', 'z');
+    EXPECT_IDS(llama3, "zz zzz", false, RAW - 1, ' ', 'z', 'z', 'z');
+    EXPECT_IDS(llama3, "é丸", false, RAW);
     EXPECT_IDS(gpt2, "zz zzz", false, 'z', 'z', ' ', 'z', 'z', 'z');
     EXPECT_IDS(gpt2, "aaaaaaaaa", false, 256 + 5, 'a');
     lm_tokenizer_close(llama3);

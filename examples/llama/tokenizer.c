@@ -51,14 +51,14 @@ struct lm_tokenizer {
     pcre2_match_context *limits;
     int32_t n_tokens;
     int32_t bos, eos;
-    int32_t byte_id[256];  /* -1 where a byte is no token */
-    size_t *start;         /* [n_tokens + 1] offsets into bytes */
-    char *bytes;           /* every token's bytes in order of id */
-    int32_t *vocab;        /* [vocab_mask + 1] ids of the ordinary tokens, hashed by their bytes; -1 = empty */
+    int32_t byte_id[256];   /* -1 where a byte is no token */
+    size_t *start;          /* [n_tokens + 1] offsets into bytes */
+    char *bytes;            /* every token's bytes in order of id */
+    int32_t *vocab;         /* [vocab_mask + 1] ids of the ordinary tokens, hashed by their bytes; -1 = empty */
     uint64_t vocab_mask;
-    pair *pairs;           /* [pair_mask + 1], hashed by (left, right) */
+    pair *pairs;            /* [pair_mask + 1], hashed by (left, right) */
     uint64_t pair_mask;
-    special *specials;     /* [n_special] by first byte, then longest first */
+    special *specials;      /* [n_special] by first byte, then longest first */
     size_t n_special;
     size_t special_of[257]; /* those that start with byte c: specials[special_of[c] .. special_of[c + 1]) */
 };
@@ -92,8 +92,9 @@ static size_t unspell(const int16_t byte_of[512], gguf_str s, char *out) {
     size_t n = 0;
     for (size_t i = 0; i < s.len; i++) {
         unsigned c = (unsigned char)s.ptr[i];
-        if (c >= 0xc2 && c <= 0xc7 && i + 1 < s.len) c = (c & 31) << 6 | ((unsigned char)s.ptr[++i] & 63);
-        int byte = c < 512 ? byte_of[c] : -1;
+        int byte = -1;
+        if (c < 0x80) byte = byte_of[c];
+        else if (c >= 0xc2 && c <= 0xc7 && i + 1 < s.len) byte = byte_of[(c & 31) << 6 | (s.ptr[++i] & 63)];
         if (byte < 0) return memcpy(out, s.ptr, s.len), s.len;
         out[n++] = (char)byte;
     }
@@ -255,8 +256,8 @@ static int compile_regex(lm_tokenizer *t, char *err, size_t err_size) {
                              PCRE2_UTF | PCRE2_UCP | PCRE2_ANCHORED, &code, &at, NULL);
     t->limits = pcre2_match_context_create(NULL);
     if (!t->regex || !t->limits) return fail(err, err_size, "PCRE2 lacks Unicode support, or out of memory");
-    pcre2_jit_compile(t->regex, PCRE2_JIT_COMPLETE); /* without a JIT the interpreter runs, five times slower */
-    pcre2_set_match_limit(t->limits, UINT32_MAX);    /* matching is linear; the default would cap a run of spaces */
+    pcre2_jit_compile(t->regex, PCRE2_JIT_COMPLETE); /* where there is no JIT, the interpreter runs */
+    pcre2_set_match_limit(t->limits, UINT32_MAX); /* matching is linear; the default would cap a run of spaces */
     return 0;
 }
 
