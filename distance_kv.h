@@ -1994,8 +1994,7 @@ DKV__PRIVATE void dkv__head_set(const dkv__head *h, int64_t row, const float *k,
 DKV__PRIVATE void dkv__copy_rows(const dkv__head *to, int64_t dst, const dkv_segment *s, int64_t g, int64_t src,
                                  int64_t n, const dkv__kernels *f) {
     float     k[DKV__MAX_D], v[DKV__MAX_D];
-    dkv__head from;
-    if (s->packed) from = dkv__head_of(s->packed, g);
+    dkv__head from = s->packed ? dkv__head_of(s->packed, g) : *to;
     for (int64_t i = 0; i < n; i++) {
         if (s->packed) {
             dkv__head_get(k, v, &from, src + i);

