@@ -9,6 +9,7 @@
 
 #include "../llama/chat.h"
 #include "../llama/model.h"
+#include "../llama/sample.h"
 
 #include <cjson/cJSON.h>
 #include <math.h>
@@ -187,36 +188,6 @@ static void show_progress(void *user, double done) {
 
 /* ---- answer -------------------------------------------------------------- */
 
-typedef struct {
-    float p;
-    int32_t id;
-} candidate;
-
-static int by_probability(const void *a, const void *b) {
-    const candidate *x = a, *y = b;
-    return x->p != y->p ? (x->p < y->p ? 1 : -1) : x->id - y->id;
-}
-
-/* The likeliest token; with --temp one drawn from the smallest set whose probabilities reach top_p. */
-static int32_t pick_token(const float *logits, int64_t V, candidate *sorted, uint64_t *state) {
-    int32_t best = 0;
-    double sum = 0, reached = 0;
-    for (int32_t i = 1; i < V; i++)
-        if (logits[i] > logits[best]) best = i;
-    if (temperature <= 0) return best;
-    for (int32_t i = 0; i < V; i++) {
-        sorted[i] = (candidate){expf((logits[i] - logits[best]) / (float)temperature), i};
-        sum += (double)sorted[i].p;
-    }
-    qsort(sorted, (size_t)V, sizeof *sorted, by_probability);
-    int64_t n = 0;
-    while (n < V && reached < top_p * sum) reached += (double)sorted[n++].p;
-    double left = uniform(state) * reached;
-    int64_t i = 0;
-    while (i < n - 1 && (left -= (double)sorted[i].p) >= 0) i++;
-    return sorted[i].id;
-}
-
 /* Length of the UTF-8 sequence at s, 0 if it is none. s is zero-terminated. */
 static int utf8_length(const unsigned char *s) {
     int n = *s < 0x80 ? 1 : *s < 0xc2 ? 0 : *s < 0xe0 ? 2 : *s < 0xf0 ? 3 : *s < 0xf5 ? 4 : 0;
@@ -244,10 +215,10 @@ static char *clean_utf8(const char *raw, size_t bytes) {
 }
 
 static void answer(lm_model *m, const lm_chat *chat, column *c, const lm_ids *suffix, int64_t T_c) {
-    const int64_t V = lm_get_params(m)->V;
+    const int32_t V = (int32_t)lm_get_params(m)->V;
     float *logits = allocate((size_t)V, sizeof *logits);
-    candidate *sorted = allocate((size_t)V, sizeof *sorted);
-    uint64_t state = (uint64_t)seed;
+    lm_candidate *scratch = allocate((size_t)V, sizeof *scratch);
+    lm_sampler sampler = {.temperature = (float)temperature, .top_p = (float)top_p, .seed = (uint64_t)seed};
     char *raw;
     size_t bytes;
     FILE *text = open_memstream(&raw, &bytes);
@@ -257,7 +228,7 @@ static void answer(lm_model *m, const lm_chat *chat, column *c, const lm_ids *su
     int64_t n = 0;
     for (; n < n_answer; n++) {
         size_t length;
-        int32_t token = pick_token(logits, V, sorted, &state);
+        int32_t token = lm_sample(&sampler, logits, V, scratch);
         if (lm_chat_is_stop(chat, token)) break;
         const char *piece = lm_decode(chat->tokenizer, token, &length);
         fwrite(piece, 1, length, text);
@@ -267,11 +238,13 @@ static void answer(lm_model *m, const lm_chat *chat, column *c, const lm_ids *su
     fclose(text);
     c->text = clean_utf8(raw, bytes);
     free(raw);
-    free(sorted);
+    free(scratch);
     free(logits);
 }
 
 /* ---- report -------------------------------------------------------------- */
+
+static double micro(double x) { return rint(x * 1e6) / 1e6; } /* six decimals are what a clock is good for */
 
 static cJSON *column_json(const column *c, int64_t T_c, int64_t bytes_dense, double prefill_s) {
     cJSON *o = cJSON_CreateObject();
@@ -282,9 +255,9 @@ static cJSON *column_json(const column *c, int64_t T_c, int64_t bytes_dense, dou
     cJSON_AddNumberToObject(o, "kv_bytes_dense", (double)bytes_dense);
     cJSON_AddNumberToObject(o, "kv_bytes_packed", (double)c->bytes_packed);
     cJSON_AddNumberToObject(o, "kv_bytes_peak", (double)c->bytes_peak);
-    cJSON_AddNumberToObject(o, "prefill_s", prefill_s);
-    cJSON_AddNumberToObject(o, "compress_s", c->compress_s);
-    cJSON_AddNumberToObject(o, "decode_tok_s", c->decode_tok_s);
+    cJSON_AddNumberToObject(o, "prefill_s", micro(prefill_s));
+    cJSON_AddNumberToObject(o, "compress_s", micro(c->compress_s));
+    cJSON_AddNumberToObject(o, "decode_tok_s", micro(c->decode_tok_s));
     cJSON_AddStringToObject(o, "text", c->text);
     return o;
 }
