@@ -1,0 +1,267 @@
+#!/bin/sh
+# test_tool.sh: the command-line tool from end to end. Speaks TAP, closes with "N passed, N failed, N skipped".
+#
+#   DKV      the tool               (build/dkv)
+#   LLAMA2C  the llama2.c example   (build/llama2c)
+#   MODEL    SmolLM2-135M-Instruct  (build/model/SmolLM2-135M-Instruct.Q4_1.gguf); without it `run` is skipped
+cd "$(dirname "$0")/.." || exit 1
+DKV=${DKV:-build/dkv}
+LLAMA2C=${LLAMA2C:-build/llama2c}
+MODEL=${MODEL:-build/model/SmolLM2-135M-Instruct.Q4_1.gguf}
+MASK=examples/patterns/smollm2-135m-kv20.txt
+SHIPPED=examples/patterns/smollm2-135m-kv20.dkv
+[ -x "$DKV" ] || { echo "test_tool: no $DKV; run make" >&2; exit 1; }
+t=$(mktemp -d) || exit 1
+trap 'rm -rf "$t"' EXIT
+passed=0 failed=0 skipped=0
+
+pass() { passed=$((passed + 1)); echo "ok $((passed + failed + skipped)) - $1"; }
+flunk() { failed=$((failed + 1)); echo "not ok $((passed + failed + skipped)) - $1"; [ -z "${2:-}" ] || echo "# $2"; }
+skip() { skipped=$((skipped + 1)); echo "ok $((passed + failed + skipped)) - $1 # SKIP $2"; }
+
+# holds NAME COMMAND...: the command succeeds
+holds() { name=$1; shift; if "$@" > "$t/out" 2>&1; then pass "$name"; else flunk "$name" "$(head -c 300 "$t/out")"; fi; }
+
+# equal NAME GOT WANTED
+equal() { if [ "$2" = "$3" ]; then pass "$1"; else flunk "$1" "got '$2', wanted '$3'"; fi; }
+
+# refused NAME STATUS TEXT COMMAND...: exactly one line on stderr, "dkv: " and TEXT in it, that status, nothing on stdout
+refused() {
+    name=$1 wanted=$2 text=$3
+    shift 3
+    "$@" > "$t/out" 2> "$t/err"
+    status=$?
+    if [ $status -eq "$wanted" ] && [ ! -s "$t/out" ] && [ "$(wc -l < "$t/err")" -eq 1 ] &&
+        grep -q '^dkv: ' "$t/err" && grep -qF -- "$text" "$t/err"; then
+        pass "$name"
+    else
+        flunk "$name" "status $status, $(head -c 300 "$t/err")"
+    fi
+}
+
+# key FILE NAME: the value of a JSON key that occurs once, without quotes
+key() { sed -n "s/^[[:space:]]*\"$2\":[[:space:]]*\"\{0,1\}\([^\",]*\)\"\{0,1\},\{0,1\}\$/\1/p" "$1"; }
+
+info() { "$DKV" info "$@" --json > "$t/info.json" || echo '{}' > "$t/info.json"; }
+
+# ---- usage
+equal "--version" "$("$DKV" --version | cut -d' ' -f1)" dkv
+for command in run info pattern plot; do
+    holds "$command --help" sh -c "'$DKV' $command --help | grep -q '^usage: dkv $command'"
+    refused "$command: unknown option" 2 "no option --wrong" "$DKV" "$command" --wrong
+done
+refused "no command" 2 "which command" "$DKV"
+refused "wrong command" 2 "no command 'walk'" "$DKV" walk
+refused "missing value" 2 "--kind needs a value" "$DKV" pattern --kind
+refused "not a number" 2 "--layers must be a whole number" "$DKV" pattern --layers 3x
+refused "number out of range" 2 "--physical must be a number in 0..1" "$DKV" pattern --physical 1.5
+refused "wrong choice" 2 "must be one of full|streaming|random|heads|mask" "$DKV" pattern --kind all
+
+# ---- pattern
+SHAPE="--layers 3 --query-heads 6 --kv-heads 2 --bins 10"
+make() { "$DKV" pattern --kind "$@" -o "$t/p.dkv"; }
+# shellcheck disable=SC2086
+{
+    make full $SHAPE; info "$t/p.dkv"
+    equal "full: every bit" "$(key "$t/info.json" ones) $(key "$t/info.json" rho)" "180 1"
+    make streaming --physical 0.25 $SHAPE; info "$t/p.dkv" --ctx 1792
+    equal "streaming: 15 of 60 cells" "$(key "$t/info.json" cells) $(key "$t/info.json" ones)" "15 45"
+    equal "streaming: the nearest 5 bins keep 15 of 30 cells" "$(key "$t/info.json" physical_ratio)" 0.5
+    make random --rho 0.3 --seed 1 $SHAPE; info "$t/p.dkv"; cp "$t/p.dkv" "$t/q.dkv"
+    crc=$(key "$t/info.json" crc)
+    equal "random: exactly the budget" "$(key "$t/info.json" ones) $(key "$t/info.json" budget)" "54 logical"
+    make random --rho 0.3 --seed 1 $SHAPE
+    holds "random: a seed is a pattern" cmp "$t/p.dkv" "$t/q.dkv"
+    make random --rho 0.3 --seed 2 $SHAPE; info "$t/p.dkv"
+    holds "random: another seed, another pattern" [ "$(key "$t/info.json" crc)" != "$crc" ]
+    make random --physical 0.5 --seed 3 $SHAPE; info "$t/p.dkv"
+    equal "random: physical" "$(key "$t/info.json" cells) $(key "$t/info.json" ones)" "30 90"
+    "$DKV" pattern --kind streaming --like "$t/p.dkv" -o "$t/q.dkv"; info "$t/q.dkv"
+    equal "streaming like a pattern: as many cells" "$(key "$t/info.json" cells)" 30
+    make heads --heads 0:0,2:5 $SHAPE; info "$t/p.dkv"
+    equal "heads: all bins of two heads" "$(key "$t/info.json" ones) $(key "$t/info.json" cells)" "20 20"
+    make full --layers 3 --query-heads 6 --ctx 1281 --bin-width 64 --sink 100 --recent 500; info "$t/p.dkv"
+    equal "bins from a context" "$(key "$t/info.json" bins) $(key "$t/info.json" max_context)" "11 1304"
+
+    refused "H % Hkv" 1 "cannot share" "$DKV" pattern --kind full --layers 3 --query-heads 6 --kv-heads 4 --bins 2 -o "$t/x"
+    refused "no budget" 2 "how much" "$DKV" pattern --kind streaming $SHAPE -o "$t/x"
+    refused "two budgets" 2 "two budgets" "$DKV" pattern --kind random --rho 0.1 --physical 0.1 $SHAPE -o "$t/x"
+    refused "no shape" 2 "which shape" "$DKV" pattern --kind full --bins 4 -o "$t/x"
+    refused "no bins" 2 "how many bins" "$DKV" pattern --kind full --layers 1 --query-heads 1 -o "$t/x"
+    refused "no middle" 1 "all sink and recent" "$DKV" pattern --kind full --layers 1 --query-heads 1 --ctx 9 -o "$t/x"
+    refused "no output" 2 "where to" "$DKV" pattern --kind full $SHAPE
+    refused "head outside" 1 "--heads 3:0 is outside" "$DKV" pattern --kind heads --heads 3:0 $SHAPE -o "$t/x"
+    refused "heads unreadable" 2 "cannot read '1-2'" "$DKV" pattern --kind heads --heads 0:1,1-2 $SHAPE -o "$t/x"
+    refused "unwritable" 1 "/nowhere/x" "$DKV" pattern --kind full $SHAPE -o /nowhere/x
+    refused "model id not ASCII" 2 "printable ASCII" "$DKV" pattern --kind full $SHAPE --model "é" -o "$t/x"
+}
+
+# ---- mask
+mask() { "$DKV" pattern --kind mask --mask "$t/mask" --layers 2 --query-heads 4 --kv-heads 2 -o "$t/p.dkv" "$@"; }
+printf '# by KV head\n1 1 0001\r\n0 0 1000 # near\n\n0 1 0100\n1 0 0010\n' > "$t/mask"
+mask; info "$t/p.dkv"
+equal "mask by KV head" "$(key "$t/info.json" cells) $(key "$t/info.json" ones) $(key "$t/info.json" budget)" "4 8 physical"
+for l in 0 1; do for h in 0 1 2 3; do echo "$l $h 1$((h & 1))0"; done; done > "$t/mask"
+mask; info "$t/p.dkv"
+equal "mask by query head" "$(key "$t/info.json" cells) $(key "$t/info.json" ones) $(key "$t/info.json" budget)" "8 12 logical"
+bad_mask() { printf "$2" > "$t/mask"; refused "mask: $1" 1 "$3" mask; }
+bad_mask "rows missing" '0 0 1\n0 1 1\n1 0 1\n' "has 3 rows; 2 layers need 4 (by KV head) or 8 (by query head)"
+bad_mask "ragged" '0 0 11\n0 1 1\n1 0 11\n1 1 11\n' "mask:2: 1 bins, the rows above have 2"
+bad_mask "twice" '0 0 1\n0 1 1\n1 0 1\n1 0 1\n' "mask:4: this row came before"
+bad_mask "head outside" '0 0 1\n0 1 1\n1 0 1\n1 2 1\n' "mask:4: no layer 1 head 2"
+bad_mask "other characters" '0 0 1\n0 1 2\n1 0 1\n1 1 1\n' "mask:2: expected LAYER HEAD"
+bad_mask "row cut by a line end" '0\n0 1\n0 1 1\n1 0 1\n1 1 1\n' "mask:1: expected LAYER HEAD"
+bad_mask "text behind the bits" '0 0 1 x\n' "mask:1: expected LAYER HEAD"
+bad_mask "empty" '# nothing\n' "has 0 rows"
+bad_mask "binary" '0 0 1\n\000' "is not a text file"
+refused "mask: no such file" 1 "cannot read $t/none" "$DKV" pattern --kind mask --mask "$t/none" --layers 1 --query-heads 1 -o "$t/x"
+
+# ---- the shipped pattern
+"$DKV" pattern --kind mask --mask $MASK --layers 30 --query-heads 9 --kv-heads 3 --head-dim 64 \
+    --model SmolLM2-135M-Instruct -o "$t/p.dkv"
+holds "the shipped pattern is its mask" cmp "$t/p.dkv" $SHIPPED
+info $SHIPPED --ctx 7900
+equal "shipped: shape" "$(for k in layers heads kv_heads bins head_dim bin_width sink recent rho model; do
+    key "$t/info.json" $k; done | tr '\n' ' ')" "30 9 3 53 64 128 128 1024 0.2 SmolLM2-135M-Instruct "
+# Rows kept at 7900 tokens, counted from the text: the farthest bin is 36 tokens short.
+rows=$(awk '!/^#/ { for (b = 1; b <= length($3); b++) if (substr($3, b, 1) == "1") n += b == 53 ? 92 : 128; n += 1152 }
+    END { print n }' $MASK)
+equal "shipped: bytes at 7900 tokens" "$(key "$t/info.json" kv_bytes_packed) $(key "$t/info.json" kv_bytes_dense)" \
+    "$((rows * 256)) $((7900 * 23040))"
+equal "shipped: ratios at 7900 tokens" "$(key "$t/info.json" physical_ratio | cut -c1-8) $(
+    key "$t/info.json" physical_ratio_total | cut -c1-8)" \
+    "$(awk "BEGIN { printf \"%.10f\", ($rows - 90 * 1152) / (90 * 6748) }" | cut -c1-8) $(
+    awk "BEGIN { printf \"%.10f\", $rows / (90 * 7900) }" | cut -c1-8)"
+if [ -r "$MODEL" ]; then
+    "$DKV" pattern --kind full --like "$MODEL" -o "$t/q.dkv"; info "$t/q.dkv"
+    equal "shape of a model" "$(for k in layers heads kv_heads head_dim bins; do key "$t/info.json" $k; done |
+        tr '\n' ' ')" "30 9 3 64 55 "
+else
+    skip "shape of a model" "no $MODEL"
+fi
+
+# ---- info
+refused "info: no file" 1 "cannot read $t/none" "$DKV" info "$t/none"
+refused "info: not a pattern" 1 "$MASK: " "$DKV" info $MASK
+head -c 1000 $SHIPPED > "$t/cut.dkv"
+refused "info: truncated" 1 "truncated" "$DKV" info "$t/cut.dkv"
+{ head -c 1000 $SHIPPED; printf '\377'; tail -c +1002 $SHIPPED; } > "$t/bent.dkv"
+refused "info: damaged" 1 "CRC32 differs" "$DKV" info "$t/bent.dkv"
+refused "info: beyond the last bin" 1 "reaches 7936 tokens, not 7937" "$DKV" info $SHIPPED --ctx 7937
+for policy in clamp keep drop; do
+    holds "info: --beyond $policy" "$DKV" info $SHIPPED --ctx 9000 --beyond $policy
+done
+info $SHIPPED --ctx 1152
+equal "info: nothing to compress" "$(key "$t/info.json" logical_ratio) $(key "$t/info.json" physical_ratio)" "1 1"
+"$DKV" info $SHIPPED --ctx 7900 > "$t/info.txt"
+holds "info: text names both ratios" sh -c "grep -q 'logical ratio' '$t/info.txt' && grep -q 'physical ratio' '$t/info.txt'"
+
+# ---- plot
+if command -v gnuplot > /dev/null; then
+    holds "plot" "$DKV" plot $SHIPPED -o "$t/a '\$b.png"
+    equal "plot: nothing on the terminal" "$(cat "$t/out")" ""
+    equal "plot: a PNG" "$(head -c 8 "$t/a '\$b.png" | od -An -tx1 | tr -d ' ')" 89504e470d0a1a0a
+    refused "plot: unwritable" 1 "cannot write /nowhere/x.png" "$DKV" plot $SHIPPED -o /nowhere/x.png
+else
+    skip "plot" "no gnuplot"
+fi
+mkdir "$t/bin"
+refused "plot: no gnuplot" 1 "needs gnuplot" env PATH="$t/bin" "$DKV" plot $SHIPPED -o "$t/x.png"
+
+# ---- run
+Q="What is the access code?"
+run() { "$DKV" run -m "$MODEL" -p "$P" -c "$t/context" -q "$Q" -n 8 "$@"; }
+json() { run --json "$@" > "$t/run.json" 2> "$t/err" || flunk "run $*" "$(cat "$t/err")"; }
+of() { sed -n "/\"$1\":[[:space:]]*{/,/}/p" "$t/run.json" > "$t/part.json"; key "$t/part.json" "$2"; }
+P=$SHIPPED
+yes "The north gate opens at nine and closes at six, except on Mondays." | head -n 150 | tr '\n' ' ' > "$t/context"
+
+refused "run: no model" 2 "which model" "$DKV" run -p $P -c "$t/context" -q "$Q"
+refused "run: no pattern" 2 "which pattern" "$DKV" run -m "$MODEL" -c "$t/context" -q "$Q"
+refused "run: no context" 2 "which context" "$DKV" run -m "$MODEL" -p $P -q "$Q"
+refused "run: no question" 2 "what is the question" "$DKV" run -m "$MODEL" -p $P -c "$t/context"
+refused "run: model missing" 1 "$t/none" "$DKV" run -m "$t/none" -p $P -c "$t/context" -q "$Q"
+refused "run: model is no GGUF" 1 "" "$DKV" run -m $MASK -p $P -c "$t/context" -q "$Q"
+refused "run: pattern missing" 1 "cannot read $t/none" "$DKV" run -m "$MODEL" -p "$t/none" -c "$t/context" -q "$Q"
+
+if [ -r "$MODEL" ]; then
+    refused "run: context missing" 1 "cannot read $t/none" run -c "$t/none"
+    : > "$t/empty"
+    refused "run: context empty" 1 "is empty" run -c "$t/empty"
+    refused "run: question empty" 1 "question is empty" run -q " "
+    refused "run: no such template" 1 "llama3" run --template mistral
+    refused "run: context beyond the model" 1 "the model takes 8192" run -n 8000
+    "$DKV" pattern --kind full --layers 30 --query-heads 9 --kv-heads 3 --head-dim 128 --bins 9 -o "$t/q.dkv"
+    refused "run: another model's pattern" 1 "q.dkv is for 30 layers" run -p "$t/q.dkv"
+    "$DKV" pattern --kind full --like "$MODEL" --bins 1 -o "$t/q.dkv"
+    refused "run: beyond the last bin" 1 "q.dkv reaches 1280 tokens, the context has 1400" run -p "$t/q.dkv" --ctx 1400
+
+    json --ctx 300
+    equal "run: all keys" "$(sed -n 's/^[[:space:]]*"\([a-z_]*\)":.*/\1/p' "$t/run.json" | tr '\n' ' ')" \
+        "context_tokens logical_ratio physical_ratio physical_ratio_total kv_bytes_dense kv_bytes_packed kv_bytes_peak \
+prefill_s compress_s decode_tok_s text "
+    equal "run: context cut" "$(key "$t/run.json" context_tokens)" 300
+    equal "run: no bar on a file" "$(cat "$t/err")" ""
+    if command -v script > /dev/null; then
+        P=$P t=$t script -qec "'$DKV' run -m '$MODEL' -p $P -c '$t/context' -q Hello -n 1 --ctx 200" /dev/null > "$t/tty"
+        holds "run: a bar on a terminal" grep -q 'prefill \[####' "$t/tty"
+    else
+        skip "run: a bar on a terminal" "no script(1)"
+    fi
+
+    # Small windows, so that a short context has a middle.
+    small() { "$DKV" pattern --like "$MODEL" --bins 12 --bin-width 32 --sink 16 --recent 64 -o "$t/small.dkv" "$@"; }
+    P=$t/small.dkv
+    small --kind full
+    json --ctx 400 --compare
+    equal "run: a full pattern answers as dense" "$(of compressed text)" "$(of dense text)"
+    holds "run: and it answers" [ -n "$(of compressed text)" ]
+    equal "run: a full pattern keeps all" "$(of compressed kv_bytes_packed)" "$((400 * 23040))"
+    small --kind random --physical 0.3 --seed 5
+    json --ctx 400 --control streaming
+    cp "$t/run.json" "$t/all.json"
+    info "$P" --ctx 400
+    for k in logical_ratio physical_ratio physical_ratio_total kv_bytes_packed kv_bytes_dense; do
+        equal "run: $k as info says" "$(of compressed $k)" "$(key "$t/info.json" $k)"
+    done
+    equal "run: streaming at equal bytes" "$(of streaming kv_bytes_packed)" "$(of compressed kv_bytes_packed)"
+    json --ctx 400
+    cp "$t/run.json" "$t/alone.json" && cp "$t/all.json" "$t/run.json"
+    for k in text kv_bytes_packed kv_bytes_peak; do
+        equal "run: $k alone and compared" "$(of compressed $k)" "$(key "$t/alone.json" $k)"
+    done
+    layer=$((400 * 23040 / 30)) tail=$(($(key "$t/alone.json" kv_bytes_peak) - $(key "$t/alone.json" kv_bytes_packed)))
+    holds "run: peak is packed, one layer and a tail of up to 64" [ $tail -gt $layer -a $tail -lt $((layer + 64 * 23040)) ]
+    json --ctx 200 --temp 1 --seed 3 && cp "$t/run.json" "$t/first.json"
+    json --ctx 200 --temp 1 --seed 3
+    equal "run: a seed is an answer" "$(key "$t/run.json" text)" "$(key "$t/first.json" text)"
+    json --ctx 600 --beyond keep
+    equal "run: --beyond keep" "$(key "$t/run.json" context_tokens)" 600
+    json --ctx 200 --type bf16
+    equal "run: --type bf16" "$(key "$t/run.json" kv_bytes_dense)" $((200 * 23040))
+    json --ctx 200 --type f32
+    equal "run: --type f32" "$(key "$t/run.json" kv_bytes_dense)" $((200 * 23040 * 2))
+else
+    skip "run" "no $MODEL"
+fi
+
+# ---- llama2.c example
+if [ -x "$LLAMA2C" ]; then
+    holds "llama2c: a random model" "$LLAMA2C" --random "$t/tiny.bin"
+    lines() { "$LLAMA2C" -n 24 -k "$1" "$t/tiny.bin" > "$t/tokens"; sed -n 's/^dense *//p' "$t/tokens" > "$t/dense"
+        sed -n 's/^compressed *//p' "$t/tokens" > "$t/compressed"; }
+    lines 100
+    holds "llama2c: everything kept, the same tokens" cmp "$t/dense" "$t/compressed"
+    equal "llama2c: 24 tokens" "$(wc -w < "$t/dense" | tr -d ' ')" 24
+    equal "llama2c: everything kept, the same bytes" "$(grep -c '^KV bytes *130560 dense, 130560 packed' "$t/tokens")" 1
+    lines 0
+    holds "llama2c: nothing kept between sink and recent" grep -q '130560 dense, 15360 packed' "$t/tokens"
+    head -c 5000 "$t/tiny.bin" > "$t/cut.bin"
+    holds "llama2c: a cut model is refused" sh -c "! '$LLAMA2C' '$t/cut.bin' 2>&1 | grep -q dense"
+else
+    skip "llama2c" "no $LLAMA2C"
+fi
+
+echo "1..$((passed + failed + skipped))"
+echo "$passed passed, $failed failed, $skipped skipped"
+[ $failed -eq 0 ]
