@@ -102,7 +102,8 @@ INLINE void read_block(block32 *o, const uint8_t *row, int type, int64_t b) {
         return;
     }
     int has_min = type == GGUF_Q4_1 || type == GGUF_Q5_1, has_fifth = type == GGUF_Q5_0 || type == GGUF_Q5_1;
-    const uint8_t *p = row + b * (int64_t)gguf_row_bytes(type, QUANT_BLOCK), *q = p + 2 + 2 * has_min;
+    int bytes = 2 + 2 * has_min + 4 * has_fifth + (type == GGUF_Q8_0 ? 32 : 16);
+    const uint8_t *p = row + b * bytes, *q = p + 2 + 2 * has_min;
     one_scale(o, f32_from_f16(load_u16(p)), has_min ? f32_from_f16(load_u16(p + 2)) : 0);
     if (type == GGUF_Q8_0)
         for (int i = 0; i < QUANT_BLOCK; i++) o->u[i] = q[i] ^ 128;
