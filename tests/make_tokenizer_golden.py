@@ -223,7 +223,7 @@ class Texts:
         return self.some(EMOJI, 1, 6, self.r.choice(["", " "]))
 
     def spaces(self):
-        after = ["a", "Z9", "'s", "!", "中", ""]
+        after = ["a", "Z9", "7", "٣", "½", "'s", "!", "中", ""]
         return "".join(self.some(SPACES, 1, 5) + self.r.choice(after) for _ in self.times(1, 5))
 
     def controls(self):
