@@ -841,13 +841,30 @@ DKV__PRIVATE DKV__AVX2 void dkv__load_avx2(float *dst, const void *src, dkv_type
     dkv__load_scalar(dst + i, p + i * e, type, n - i);
 }
 
+/* 8 f32 -> 8 bf16, to nearest even, NaN quiet: dkv__bf16_from_f32 on lanes */
+DKV__AVX2_INLINE __m128i dkv__bf16x8_avx2(__m256 x) {
+    __m256i u = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), one);
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    __m256i h = _mm256_blendv_epi8(rounded, quiet, nan);
+    return _mm_packus_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+}
+
 DKV__PRIVATE DKV__AVX2 void dkv__store_avx2(void *dst, dkv_type type, const float *src, int64_t n) {
     char   *p = (char *)dst;
     int64_t i = 0, e = dkv_type_bytes(type);
-    for (; type == DKV_F16 && i + 8 <= n; i += 8) {
-        _mm_storeu_si128((__m128i *)(p + i * e), _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+    if (type == DKV_F32) {
+        memcpy(dst, src, (size_t)n * 4);
+        return;
     }
-    dkv__store_scalar(p + i * e, type, src + i, n - i); /* f32 and bf16: the compiler's own vectors do */
+    for (; i + 8 <= n; i += 8) {
+        __m256  x = _mm256_loadu_ps(src + i);
+        __m128i h = type == DKV_F16 ? _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT) : dkv__bf16x8_avx2(x);
+        _mm_storeu_si128((__m128i *)(p + i * e), h);
+    }
+    dkv__store_scalar(p + i * e, type, src + i, n - i);
 }
 
 /* R rows x NB blocks of scores, kept in 2 * R * NB registers */
@@ -1961,48 +1978,59 @@ DKV__PRIVATE void dkv__head_get(float *k, float *v, const dkv__head *h, int64_t 
     for (int64_t j = 0; j < h->d_v; j++) v[j] = dkv__element(h->v + dkv__v_index(h->type, dv, row, j) * e, h->type);
 }
 
-/* x[d] converted to type and spread out: element j goes to index first + j / pair * jump + j % pair. */
-DKV__INLINE void dkv__scatter(char *to, dkv_type type, const float *x, int64_t d, int64_t first, int64_t jump,
-                              int64_t pair, const dkv__kernels *f) {
-    uint16_t h[DKV__MAX_D];
-    if (type == DKV_F32) {
-        for (int64_t j = 0; j < d; j++) memcpy(to + (first + j * jump) * 4, x + j, 4);
-        return;
-    }
-    f->store(h, type, x, d);
-    for (int64_t j = 0; j < d; j++) memcpy(to + (first + j / pair * jump + j % pair) * 2, h + j, 2);
+/* Opens the block that row begins: slack is zero until it is written. */
+DKV__PRIVATE void dkv__head_open(const dkv__head *h, int64_t row) {
+    memset(h->k + row / DKV__BLOCK * h->k_block, 0, (size_t)h->k_block);
+    memset(h->v + row * h->v_row, 0, (size_t)(DKV__BLOCK * h->v_row));
 }
 
-DKV__PRIVATE void dkv__head_set(const dkv__head *h, int64_t row, const float *k, const float *v,
+/* n <= 16 rows k, v [n][MAX_D] into one block, from row on. A whole block is laid out in f32 and then converted in one
+   go; a part of one goes element by element. */
+DKV__PRIVATE void dkv__head_set(const dkv__head *h, int64_t row, int64_t n, const float *k, const float *v,
                                 const dkv__kernels *f) {
-    char   *kb = h->k + row / DKV__BLOCK * h->k_block;
-    int64_t t = row % DKV__BLOCK;
-    if (t == 0) {
-        memset(kb, 0, (size_t)h->k_block);
-        memset(h->v + row * h->v_row, 0, (size_t)(DKV__BLOCK * h->v_row));
-    }
-    if (h->type == DKV_BF16) {
-        dkv__scatter(kb, DKV_BF16, k, h->d_k, 2 * t, 2 * DKV__BLOCK, 2, f);
-        dkv__scatter(h->v + (row - row % 2) * h->v_row, DKV_BF16, v, h->d_v, row % 2, 2, 1, f);
+    const int64_t e = dkv_type_bytes(h->type), dv = dkv__v_width(h->d_v), t0 = row % DKV__BLOCK;
+    char         *kb = h->k + row / DKV__BLOCK * h->k_block, *vb = h->v + (row - t0) * h->v_row;
+    float         block[DKV__BLOCK * DKV__MAX_D];
+    if (t0 == 0) dkv__head_open(h, row);
+    if (n < DKV__BLOCK) {
+        for (int64_t t = t0; t < t0 + n; t++, k += DKV__MAX_D) {
+            for (int64_t j = 0; j < h->d_k; j++) dkv__set_element(kb + dkv__k_index(h->type, j, t) * e, h->type, k[j]);
+        }
     } else {
-        dkv__scatter(kb, h->type, k, h->d_k, t, DKV__BLOCK, 1, f);
-        f->store(h->v + row * h->v_row, h->type, v, h->d_v);
+        for (int64_t j = h->d_k; j < dkv__round_up(h->d_k, 2); j++) memset(block + j / 2 * 32, 0, 128);
+        for (int64_t t = 0; t < n; t++, k += DKV__MAX_D) {
+            for (int64_t j = 0; j < h->d_k; j++) block[dkv__k_index(h->type, j, t)] = k[j];
+        }
+        f->store(kb, h->type, block, h->k_block / e);
+    }
+    for (int64_t t = t0; t < t0 + n; t++, v += DKV__MAX_D) {
+        if (h->type != DKV_BF16) {
+            f->store(vb + t * h->v_row, h->type, v, h->d_v);
+        } else {
+            uint16_t x[DKV__MAX_D];
+            f->store(x, DKV_BF16, v, h->d_v);
+            for (int64_t j = 0; j < h->d_v; j++) memcpy(vb + dkv__v_index(DKV_BF16, dv, t, j) * 2, x + j, 2);
+        }
     }
 }
 
-/* n rows of KV head g of a segment, from row src on, to rows dst.. of a packed head. */
+/* n rows of KV head g of a segment, from row src on, to rows dst.. of a packed head: at most a block at a time. */
 DKV__PRIVATE void dkv__copy_rows(const dkv__head *to, int64_t dst, const dkv_segment *s, int64_t g, int64_t src,
                                  int64_t n, const dkv__kernels *f) {
-    float     k[DKV__MAX_D], v[DKV__MAX_D];
+    float     k[DKV__BLOCK * DKV__MAX_D], v[DKV__BLOCK * DKV__MAX_D];
     dkv__head from = s->packed ? dkv__head_of(s->packed, g) : *to;
-    for (int64_t i = 0; i < n; i++) {
-        if (s->packed) {
-            dkv__head_get(k, v, &from, src + i);
-        } else {
-            dkv__load_row(k, &s->k, src + i, g, to->d_k, f);
-            dkv__load_row(v, &s->v, src + i, g, to->d_v, f);
+    for (int64_t m; n > 0; n -= m, dst += m, src += m) {
+        m = dkv__min(n, DKV__BLOCK - dst % DKV__BLOCK);
+        for (int64_t i = 0; i < m; i++) {
+            float *ki = k + i * DKV__MAX_D, *vi = v + i * DKV__MAX_D;
+            if (s->packed) {
+                dkv__head_get(ki, vi, &from, src + i);
+            } else {
+                dkv__load_row(ki, &s->k, src + i, g, to->d_k, f);
+                dkv__load_row(vi, &s->v, src + i, g, to->d_v, f);
+            }
         }
-        dkv__head_set(to, dst + i, k, v, f);
+        dkv__head_set(to, dst, m, k, v, f);
     }
 }
 
