@@ -1,0 +1,172 @@
+/* The oracle: the method's formulas position by position, in double precision over dense masks. It shares no function
+   with distance_kv.h; it only reads the structs dkv_tensor and dkv_type. Slow and plain on purpose. */
+#ifndef ORACLE_H
+#define ORACLE_H
+
+#include "../distance_kv.h"
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- element types ------------------------------------------------------- */
+
+/* The nearest value of the type, ties to even. */
+static inline double oracle_round(dkv_type type, double x) {
+    if (type == DKV_F32) return (double)(float)x;
+    if (x == 0 || !isfinite(x)) return x;
+    int digits = type == DKV_F16 ? 11 : 8, e_min = type == DKV_F16 ? -14 : -126, e;
+    frexp(x, &e);
+    double ulp = ldexp(1, (e - 1 < e_min ? e_min : e - 1) - digits + 1), r = rint(x / ulp) * ulp;
+    double max = type == DKV_F16 ? 65504.0 : ldexp(255, 120);
+    return fabs(r) > max ? copysign((double)INFINITY, x) : r;
+}
+
+static inline double oracle_decode_f16(uint16_t bits) {
+    int e = bits >> 10 & 31, m = bits & 1023;
+    double a = e == 31 ? (m ? (double)NAN : (double)INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
+    return bits >> 15 ? -a : a;
+}
+
+/* x must be a value of the type. */
+static inline uint16_t oracle_encode_f16(double x) {
+    int e;
+    double a = fabs(x);
+    frexp(a, &e);
+    unsigned bits = isnan(x) ? 0x7E00 : isinf(x) ? 0x7C00
+                  : a < ldexp(1, -14) ? (unsigned)ldexp(a, 24)
+                  : (unsigned)(e + 14) << 10 | ((unsigned)ldexp(a, 11 - e) & 1023);
+    return (uint16_t)(bits | (signbit(x) ? 0x8000u : 0));
+}
+
+static inline int64_t oracle_bytes(dkv_type type) {
+    return type == DKV_F32 ? 4 : 2;
+}
+
+static inline double oracle_load(const void *src, dkv_type type) {
+    float f;
+    uint16_t half;
+    uint32_t word;
+    memcpy(&half, src, 2);
+    if (type == DKV_F16) return oracle_decode_f16(half);
+    if (type == DKV_F32) memcpy(&word, src, 4);
+    else word = (uint32_t)half << 16;
+    memcpy(&f, &word, 4);
+    return (double)f;
+}
+
+static inline void oracle_store(void *dst, dkv_type type, double x) {
+    float f = (float)x;
+    uint32_t word;
+    memcpy(&word, &f, 4);
+    uint16_t half = type == DKV_F16 ? oracle_encode_f16(x) : (uint16_t)(word >> 16);
+    if (type == DKV_F32) memcpy(dst, &f, 4);
+    else memcpy(dst, &half, 2);
+}
+
+static inline char *oracle_at(const dkv_tensor *t, int64_t token, int64_t head, int64_t i) {
+    return (char *)t->data + token * t->stride_token + head * t->stride_head + i * t->stride_dim;
+}
+
+static inline double oracle_get(const dkv_tensor *t, int64_t token, int64_t head, int64_t i) {
+    return oracle_load(oracle_at(t, token, head, i), t->type);
+}
+
+static inline void oracle_put(const dkv_tensor *t, int64_t token, int64_t head, int64_t i, double x) {
+    oracle_store(oracle_at(t, token, head, i), t->type, oracle_round(t->type, x));
+}
+
+/* zlib's CRC32, bit by bit. */
+static inline uint32_t oracle_crc32(const unsigned char *data, size_t n) {
+    uint32_t crc = ~0u;
+    for (size_t i = 0; i < n; i++) {
+        crc ^= data[i];
+        for (int bit = 0; bit < 8; bit++) crc = crc & 1 ? crc >> 1 ^ 0xEDB88320u : crc >> 1;
+    }
+    return ~crc;
+}
+
+/* ---- which positions stay ------------------------------------------------ */
+
+typedef struct oracle_pattern {
+    int L, H, Hkv, D;
+    int64_t W, S, R;
+    unsigned char *M; /* [L][H][D], 0 or 1 */
+} oracle_pattern;
+
+/* -1 for sink and recent. */
+static inline int64_t oracle_bin(const oracle_pattern *o, int64_t T_c, int64_t i) {
+    return i < o->S || i >= T_c - o->R ? -1 : (T_c - o->R - 1 - i) / o->W;
+}
+
+/* Keep_kv(l, g, i): an OR over all query heads h with h / G = g. */
+static inline int oracle_keep(const oracle_pattern *o, int64_t T_c, dkv_beyond beyond, int l, int g, int64_t i) {
+    int64_t b = oracle_bin(o, T_c, i);
+    if (b < 0) return 1;
+    if (b >= o->D && beyond == DKV_BEYOND_KEEP) return 1;
+    if (b >= o->D && beyond == DKV_BEYOND_DROP) return 0;
+    if (b >= o->D) b = o->D - 1;
+    int any = 0;
+    for (int h = 0; h < o->H; h++)
+        if (h / (o->H / o->Hkv) == g) any |= o->M[((int64_t)l * o->H + h) * o->D + b];
+    return any;
+}
+
+/* ---- attention ----------------------------------------------------------- */
+
+typedef struct oracle_attention {
+    int H, Hkv, d_k, d_v;
+    int64_t N_q, T_c, n_tail;
+    const double *q;               /* [N_q][H][d_k] */
+    const double *k, *v;           /* [T_c][Hkv][d] */
+    const double *tail_k, *tail_v; /* [n_tail][Hkv][d] */
+    const unsigned char *keep;     /* [Hkv][T_c] */
+    double scale, softcap;         /* softcap 0: off */
+    const float *sink;             /* NULL or [H] */
+} oracle_attention;
+
+static inline double oracle_logit(const oracle_attention *o, const double *q, const double *k, double *magnitude) {
+    double s = 0, a = 0;
+    for (int i = 0; i < o->d_k; i++) {
+        s += q[i] * k[i];
+        a += fabs(q[i] * k[i]);
+    }
+    if (a * o->scale > *magnitude) *magnitude = a * o->scale;
+    s *= o->scale;
+    return o->softcap > 0 ? o->softcap * tanh(s / o->softcap) : s;
+}
+
+/* One row: s[T_c + n_tail] is scratch, -inf where masked. Returns the LSE; with no key at all, -inf or the sink logit. */
+static inline double oracle_row(const oracle_attention *o, int64_t n, int h, double *s, double *out, double *magnitude) {
+    int g = h / (o->H / o->Hkv);
+    int64_t T = o->T_c + o->n_tail;
+    double m = o->sink ? (double)o->sink[h] : -(double)INFINITY, sum = 0;
+    for (int64_t j = 0; j < T; j++) {
+        int64_t t = j - o->T_c;
+        int seen = t < 0 ? o->keep[g * o->T_c + j] : t < o->n_tail - o->N_q + 1 + n;
+        const double *k = t < 0 ? o->k + (j * o->Hkv + g) * o->d_k : o->tail_k + (t * o->Hkv + g) * o->d_k;
+        s[j] = seen ? oracle_logit(o, o->q + (n * o->H + h) * o->d_k, k, magnitude) : -(double)INFINITY;
+        m = fmax(m, s[j]);
+    }
+    for (int i = 0; i < o->d_v; i++) out[i] = 0;
+    if (isinf(m)) return m;
+    if (o->sink) sum = exp((double)o->sink[h] - m);
+    for (int64_t j = 0; j < T; j++) sum += exp(s[j] - m);
+    for (int64_t j = 0; j < T; j++) {
+        if (isinf(s[j])) continue;
+        const double *v = j < o->T_c ? o->v + (j * o->Hkv + g) * o->d_v : o->tail_v + ((j - o->T_c) * o->Hkv + g) * o->d_v;
+        for (int i = 0; i < o->d_v; i++) out[i] += exp(s[j] - m) / sum * v[i];
+    }
+    return m + log(sum);
+}
+
+/* out [N_q][H][d_v], lse [N_q][H]. Returns the greatest scale * sum |q_i k_i|, the unit of a logit's rounding error. */
+static inline double oracle_attend(const oracle_attention *o, double *out, double *lse) {
+    double magnitude = 0, *s = malloc(sizeof(double) * (size_t)(o->T_c + o->n_tail + 1));
+    for (int64_t n = 0; n < o->N_q; n++)
+        for (int h = 0; h < o->H; h++)
+            lse[n * o->H + h] = oracle_row(o, n, h, s, out + (n * o->H + h) * o->d_v, &magnitude);
+    free(s);
+    return magnitude;
+}
+
+#endif

@@ -1,0 +1,37 @@
+/* How far results may be from the oracle. Inputs are rounded to their types before both see them, so f32 arithmetic alone
+   makes the difference, whatever the type of the packed keys. Units of 2^-24. */
+#ifndef TOLERANCE_H
+#define TOLERANCE_H
+
+#include "../distance_kv.h"
+#include <math.h>
+
+/* |lse - oracle| <= lse * sqrt(d) * magnitude + sum + |lse|     magnitude: the greatest scale * sum |q_i k_i|
+   |out - oracle| <= max |v| * (out * sqrt(d) * magnitude + sum) */
+typedef struct tolerance { double lse, out, sum; } tolerance;
+
+/* lse: q * scale is rounded once, then d products are added one after the other; d roundings of either sign make sqrt(d)
+        times one (measured 0.5 at d = 64). One key may own the row: its error is the row's.
+   out: the same errors, but only their differences between keys move an output (measured 0.08).
+   sum: exp is good to 2 units; sums over keys restart at every tile, so that thousands of keys lose no more. */
+static const tolerance tolerances[3][DKV_SIMD_COUNT] = {
+    /* scalar          avx2            avx512   lanes are tokens: every level adds in the same order */
+    {{1, 0.25, 6}, {1, 0.25, 6}, {1, 0.25, 6}}, /* f32 */
+    {{1, 0.25, 6}, {1, 0.25, 6}, {1, 0.25, 6}}, /* f16, widened exactly */
+    {{1, 0.25, 6}, {1, 0.25, 6}, {1, 0.25, 6}}, /* bf16, widened exactly */
+};
+
+static inline double tolerance_lse(tolerance t, int d, double magnitude, double lse) {
+    return ldexp(t.lse * sqrt(d) * magnitude + t.sum + fabs(lse), -24);
+}
+
+static inline double tolerance_out(tolerance t, int d, double magnitude, double v_max) {
+    return v_max * ldexp(t.out * sqrt(d) * magnitude + t.sum, -24);
+}
+
+/* What storing x in the output's type may add: half a unit in the last place, or half the smallest subnormal. */
+static inline double tolerance_store(dkv_type type, double x) {
+    return type == DKV_F32 ? 0 : type == DKV_F16 ? ldexp(fabs(x), -11) + ldexp(1, -25) : ldexp(fabs(x), -8);
+}
+
+#endif
