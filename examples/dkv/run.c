@@ -39,6 +39,19 @@ static bool compare, json;
 
 static const char SYNOPSIS[] = "dkv run -m MODEL.gguf -p PATTERN.dkv -c CONTEXT.txt -q QUESTION [options]";
 
+static const char NOTES[] =
+    "--json prints, with --compare once per column under \"dense\", \"compressed\" and \"streaming\":\n"
+    "  context_tokens         tokens before the question\n"
+    "  logical_ratio          kept share of (layer, query head, bin)\n"
+    "  physical_ratio         kept share of KV rows between sink and recent\n"
+    "  physical_ratio_total   the same with sink and recent: what memory follows\n"
+    "  kv_bytes_dense         the context's KV cache uncompressed\n"
+    "  kv_bytes_packed        and as kept\n"
+    "  kv_bytes_peak          what this column alone needs at most: packed, one dense layer, question and answer\n"
+    "  prefill_s, compress_s  seconds; alone, each layer is packed when it is done, which counts as prefill\n"
+    "  decode_tok_s           tokens per second of the answer\n"
+    "  text                   the answer\n";
+
 static double seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -72,21 +85,21 @@ static void counted_free(void *user, void *p, size_t bytes) {
 
 /* ---- prompt -------------------------------------------------------------- */
 
-static void encode_prompt(const lm_model *m, const lm_chat *chat, lm_ids *context, lm_ids *suffix) {
-    const lm_params *params = lm_get_params(m);
-    char *text = read_text(context_path), *asked = NULL;
-    if (!text[strspn(text, " \t\r\n")]) fail("%s is empty; -c needs a text", context_path);
-    if (!question[strspn(question, " \t\r\n")]) fail("the question is empty; ask with -q");
+static bool is_blank(const char *text) { return !text[strspn(text, " \t\r\n")]; }
+
+static void encode_prompt(const lm_chat *chat, const char *text, lm_ids *context, lm_ids *suffix) {
+    char *asked = NULL;
     if (asprintf(&asked, "\n\n%s", question) < 0) fail("out of memory");
     if (lm_chat_prefix(chat, text, strlen(text), context) || lm_chat_suffix(chat, asked, strlen(asked), suffix))
         fail("out of memory");
     free(asked);
-    free(text);
     if (cut && context->n > cut) context->n = cut;
-    if (context->n + suffix->n + n_answer > params->n_ctx)
-        fail("context, question and answer are %lld + %lld + %lld tokens, the model takes %lld; cut with --ctx %lld",
-             (long long)context->n, (long long)suffix->n, (long long)n_answer, (long long)params->n_ctx,
-             (long long)(params->n_ctx - suffix->n - n_answer));
+}
+
+static void check_lengths(const lm_ids *context, const lm_ids *suffix, int64_t n_ctx) {
+    if (context->n + suffix->n + n_answer > n_ctx)
+        fail("context, question and answer are %lld + %lld + %lld tokens, the model takes %lld; cut with --ctx or -n",
+             (long long)context->n, (long long)suffix->n, (long long)n_answer, (long long)n_ctx);
 }
 
 /* ---- patterns and caches ------------------------------------------------- */
@@ -139,32 +152,31 @@ static void *plan_streaming(dkv_plan *plan, const dkv_shape *s, const dkv_patter
 }
 
 /* Bytes are closed forms, without padding; the peak is that of this column alone: context, one dense layer, tail. */
-static void open_column(column *c, const dkv_plan *plan, const dkv_shape *shape, int64_t capacity,
+static void open_column(column *c, int which, const dkv_pattern *p, const dkv_shape *s, int64_t T_c, int64_t capacity,
                         const dkv_allocator *alloc) {
     double start = seconds();
-    try(dkv_cache_create(&c->cache, plan, shape, (dkv_type)type, capacity, alloc), "cache");
+    dkv_plan plan;
+    void *memory = which == DENSE      ? plan_positions(&plan, s, T_c, NULL, NULL)
+                 : which == COMPRESSED ? plan_pattern(&plan, p, T_c)
+                                       : plan_streaming(&plan, s, p, &c->stats, T_c);
+    try(dkv_cache_create(&c->cache, &plan, s, (dkv_type)type, capacity, alloc), "cache");
     c->compress_s = seconds() - start;
-    c->bytes_packed = dkv_kv_bytes_packed(plan, shape, (dkv_type)type);
-    c->bytes_peak = c->bytes_packed + dkv_kv_bytes_dense(shape, (dkv_type)type, plan->T_c) / shape->L +
-                    dkv_kv_bytes_dense(shape, (dkv_type)type, capacity);
+    c->bytes_packed = dkv_kv_bytes_packed(&plan, s, (dkv_type)type);
+    c->bytes_peak = c->bytes_packed + dkv_kv_bytes_dense(s, (dkv_type)type, T_c) / s->L +
+                    dkv_kv_bytes_dense(s, (dkv_type)type, capacity);
+    free(memory);
 }
 
-static void open_columns(column *columns, const dkv_pattern *p, const dkv_shape *shape, int64_t T_c, int64_t capacity,
+static void open_columns(column *columns, const dkv_pattern *p, const dkv_shape *s, int64_t T_c, int64_t capacity,
                          const dkv_allocator *alloc) {
-    dkv_plan plan;
-    void *memory[COLUMNS] = {0};
-    column *c = &columns[COMPRESSED];
-    try(dkv_dry_run(&c->stats, p, T_c, (dkv_beyond)beyond), "pattern");
+    const bool wanted[COLUMNS] = {compare, true, control >= 0};
+    dkv_stats kept;
+    try(dkv_dry_run(&kept, p, T_c, (dkv_beyond)beyond), "pattern");
+    for (int i = 0; i < COLUMNS; i++) columns[i].stats = kept;
     columns[DENSE].stats = (dkv_stats){.logical = 1, .physical = 1, .physical_total = 1};
-    columns[STREAMING].stats = c->stats;
-    columns[STREAMING].stats.logical = c->stats.physical;
-    memory[COMPRESSED] = plan_pattern(&plan, p, T_c);
-    open_column(c, &plan, shape, capacity, alloc);
-    if (compare) memory[DENSE] = plan_positions(&plan, shape, T_c, NULL, NULL);
-    if (compare) open_column(&columns[DENSE], &plan, shape, capacity, alloc);
-    if (control >= 0) memory[STREAMING] = plan_streaming(&plan, shape, p, &c->stats, T_c);
-    if (control >= 0) open_column(&columns[STREAMING], &plan, shape, capacity, alloc);
-    for (int i = 0; i < COLUMNS; i++) free(memory[i]);
+    columns[STREAMING].stats.logical = kept.physical;
+    for (int i = 0; i < COLUMNS; i++)
+        if (wanted[i]) open_column(&columns[i], i, p, s, T_c, capacity, alloc);
 }
 
 static void pack_column(column *c, const column *dense, int L) {
@@ -262,56 +274,51 @@ static cJSON *column_json(const column *c, int64_t T_c, int64_t bytes_dense, dou
     return o;
 }
 
-static void print_row(const char *what, const column *const *shown, int n, const char *format_one,
-                      double (*value)(const column *)) {
-    printf("%-28s", what);
-    for (int i = 0; i < n; i++) {
-        char cell[32];
-        snprintf(cell, sizeof cell, format_one, value(shown[i]));
-        printf("  %12s", cell);
+static void print_json(const column *columns, int64_t T_c, int64_t bytes_dense, double prefill_s) {
+    cJSON *all = cJSON_CreateObject();
+    for (const column *c = columns; compare && c < columns + COLUMNS; c++)
+        if (c->cache) cJSON_AddItemToObject(all, c->name, column_json(c, T_c, bytes_dense, prefill_s));
+    if (!compare) {
+        cJSON_Delete(all);
+        all = column_json(&columns[COMPRESSED], T_c, bytes_dense, prefill_s);
+    }
+    print_json_object(all);
+}
+
+static void print_table(const column *columns) {
+    static const struct {
+        const char *what;
+        int decimals;
+    } rows[] = {{"logical ratio", 3}, {"physical ratio", 3}, {"  with sink and recent", 3},
+                {"KV cache of the context, MB", 1}, {"  peak, MB", 1}, {"decode, tokens/s", 1}, {"compress, ms", 0}};
+    const int n_rows = compare ? 7 : 6; /* alone, compression is a part of prefill */
+    printf("%-28s", "");
+    for (int i = 0; i < COLUMNS; i++)
+        if (columns[i].cache) printf("  %12s", columns[i].name);
+    for (int r = 0; r < n_rows; r++) {
+        printf("\n%-28s", rows[r].what);
+        for (const column *c = columns; c < columns + COLUMNS; c++) {
+            const double values[] = {c->stats.logical, c->stats.physical, c->stats.physical_total,
+                                     (double)c->bytes_packed / 1e6, (double)c->bytes_peak / 1e6, c->decode_tok_s,
+                                     1e3 * c->compress_s};
+            if (c->cache) printf("  %12.*f", rows[r].decimals, values[r]);
+        }
     }
     printf("\n");
 }
 
-static double logical(const column *c) { return c->stats.logical; }
-static double physical(const column *c) { return c->stats.physical; }
-static double total(const column *c) { return c->stats.physical_total; }
-static double packed_mb(const column *c) { return (double)c->bytes_packed / 1e6; }
-static double peak_mb(const column *c) { return (double)c->bytes_peak / 1e6; }
-static double compress_ms(const column *c) { return 1e3 * c->compress_s; }
-static double tok_s(const column *c) { return c->decode_tok_s; }
-
-static void print_table(const column *const *shown, int n) {
-    printf("%-28s", "");
-    for (int i = 0; i < n; i++) printf("  %12s", shown[i]->name);
-    printf("\n");
-    print_row("logical ratio", shown, n, "%.3f", logical);
-    print_row("physical ratio", shown, n, "%.3f", physical);
-    print_row("  with sink and recent", shown, n, "%.3f", total);
-    print_row("KV cache of the context, MB", shown, n, "%.1f", packed_mb);
-    print_row("  peak, MB", shown, n, "%.1f", peak_mb);
-    print_row("compress, ms", shown, n, "%.0f", compress_ms);
-    print_row("decode, tokens/s", shown, n, "%.1f", tok_s);
-}
-
-static void report(const column *columns, const lm_model *m, int64_t T_c, double prefill_s) {
-    const column *shown[COLUMNS];
-    int n = 0;
-    int64_t bytes_dense = dkv_kv_bytes_dense(&lm_get_params(m)->shape, (dkv_type)type, T_c);
-    for (int i = 0; i < COLUMNS; i++)
-        if (columns[i].cache) shown[n++] = &columns[i];
+static void report(const column *columns, const dkv_shape *shape, int64_t T_c, double prefill_s) {
+    int64_t bytes_dense = dkv_kv_bytes_dense(shape, (dkv_type)type, T_c);
     if (json) {
-        cJSON *all = n > 1 ? cJSON_CreateObject() : column_json(shown[0], T_c, bytes_dense, prefill_s);
-        for (int i = 0; n > 1 && i < n; i++)
-            cJSON_AddItemToObject(all, shown[i]->name, column_json(shown[i], T_c, bytes_dense, prefill_s));
-        print_json_object(all);
+        print_json(columns, T_c, bytes_dense, prefill_s);
         return;
     }
-    for (int i = 0; i < n; i++) printf("%s: %s\n", shown[i]->name, shown[i]->text);
+    for (int i = 0; i < COLUMNS; i++)
+        if (columns[i].cache) printf("%s: %s\n", columns[i].name, columns[i].text);
     printf("\n%lld tokens of context, prefill %.1f s, %s cache, dense %.1f MB, %lld threads, %s\n\n", (long long)T_c,
            prefill_s, dkv_type_name((dkv_type)type), (double)bytes_dense / 1e6, (long long)threads,
            dkv_simd_name(dkv_simd_level()));
-    print_table(shown, n);
+    print_table(columns);
 }
 
 /* ---- the command --------------------------------------------------------- */
@@ -337,23 +344,25 @@ static double fill_columns(column *columns, lm_model *m, const lm_ids *context, 
     return prefill_s;
 }
 
-/* A run without --compare holds what it says: bytes_peak, and beyond that only padding to blocks of 16 rows and 16
-   dimensions in context, dense layer and tail, and the caches' own records of each layer, head and run. */
+/* A run without --compare holds bytes_peak, and beyond that only padding, of context, dense layer and tail to blocks of
+   16 rows and 16 dimensions, and the caches' own records of each layer, head and run. */
 static void assert_peak(const column *c, const counter *count) {
     const dkv_shape *s = dkv_cache_shape(c->cache);
     const dkv_plan *plan = dkv_cache_plan(c->cache);
-    const int64_t heads = (int64_t)s->L * s->Hkv, row = (s->d_k + s->d_v) * dkv_type_bytes((dkv_type)type);
-    const int64_t rows = c->bytes_peak / row, padded = rows + 3 * 16 * heads;
-    const int64_t records = 16384 + 512 * heads + plan->first[heads] * (int64_t)sizeof(dkv_run);
-    if (count->peak < c->bytes_peak || count->peak > padded * (row + 32 * dkv_type_bytes((dkv_type)type)) + records)
-        fail("bug: %lld bytes of KV cache were allocated, %lld expected; please report this", (long long)count->peak,
-             (long long)c->bytes_peak);
+    const int64_t heads = (int64_t)s->L * s->Hkv, e = dkv_type_bytes((dkv_type)type);
+    const int64_t row = (s->d_k + s->d_v) * e, padded_row = ((s->d_k + 1) / 2 * 2 + (s->d_v + 15) / 16 * 16) * e;
+    const int64_t records = 4096 + 256 * heads + plan->first[heads] * (int64_t)sizeof(dkv_run);
+    const int64_t most = (c->bytes_peak / row + 3 * 16 * heads) * padded_row + records;
+    if (count->peak < c->bytes_peak || count->peak > most)
+        fail("bug: the KV cache took %lld bytes, not %lld..%lld; please report this", (long long)count->peak,
+             (long long)c->bytes_peak, (long long)most);
 }
 
-static void run(lm_model *m, const lm_chat *chat, const dkv_pattern *p) {
+static void run(lm_model *m, const lm_chat *chat, const dkv_pattern *p, const char *text) {
     const dkv_shape *shape = &lm_get_params(m)->shape;
     lm_ids context = {0}, suffix = {0};
-    encode_prompt(m, chat, &context, &suffix);
+    encode_prompt(chat, text, &context, &suffix);
+    check_lengths(&context, &suffix, lm_get_params(m)->n_ctx);
     check_pattern(p, shape, context.n);
 
     counter count = {0};
@@ -364,7 +373,7 @@ static void run(lm_model *m, const lm_chat *chat, const dkv_pattern *p) {
     for (int i = 0; i < COLUMNS; i++)
         if (columns[i].cache) answer(m, chat, &columns[i], &suffix, context.n);
     if (!compare) assert_peak(&columns[COMPRESSED], &count);
-    report(columns, m, context.n, prefill_s);
+    report(columns, shape, context.n, prefill_s);
     for (int i = 0; i < COLUMNS; i++) {
         dkv_cache_destroy(columns[i].cache);
         free(columns[i].text);
@@ -393,7 +402,7 @@ int command_run(int argc, char **argv) {
         {'t', "threads", "N", OPT_INT, &threads, 1, 1024, "(default: all processors)"},
         {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
     };
-    argv = parse_options(&argc, argv, options, SYNOPSIS, NULL);
+    argv = parse_options(&argc, argv, options, SYNOPSIS, NOTES);
     if (argc) usage("what is '%s'? see dkv run --help", argv[0]);
     check_arguments();
 
@@ -402,12 +411,16 @@ int command_run(int argc, char **argv) {
     lm_model *m;
     lm_tokenizer *tokenizer;
     lm_chat chat;
+    char *text = read_text(context_path);
+    if (is_blank(text)) fail("%s is empty; -c needs a text", context_path);
+    if (is_blank(question)) fail("the question is empty; ask with -q");
     load_pattern(&p, pattern_path);
     if (lm_open(&m, model_path, (int)threads, err, sizeof err)) fail("%s", err);
     if (lm_tokenizer_open(&tokenizer, lm_get_gguf(m), err, sizeof err)) fail("%s: %s", model_path, err);
     if (lm_chat_open(&chat, lm_get_gguf(m), tokenizer, format, NULL, err, sizeof err))
         fail("%s: %s", model_path, err);
-    run(m, &chat, &p);
+    run(m, &chat, &p, text);
+    free(text);
     lm_chat_close(&chat);
     lm_tokenizer_close(tokenizer);
     lm_close(m);
