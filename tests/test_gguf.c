@@ -12,44 +12,7 @@
 #include <cmocka.h>
 
 #include "../examples/llama/gguf.h"
-
-enum { T_U8, T_I8, T_U16, T_I16, T_U32, T_I32, T_F32, T_BOOL, T_STR, T_ARR, T_U64, T_I64, T_F64 };
-
-typedef struct {
-    unsigned char bytes[4096];
-    size_t n;
-} file;
-
-static void put(file *f, const void *p, size_t n) {
-    assert_true(f->n + n <= sizeof f->bytes);
-    if (n) memcpy(f->bytes + f->n, p, n);
-    f->n += n;
-}
-static void put_u32(file *f, uint32_t v) { put(f, &v, sizeof v); }
-static void put_u64(file *f, uint64_t v) { put(f, &v, sizeof v); }
-static void put_str(file *f, const char *s) { put_u64(f, strlen(s)); put(f, s, strlen(s)); }
-static void put_key(file *f, const char *name, uint32_t type) { put_str(f, name); put_u32(f, type); }
-static void put_array(file *f, const char *name, uint32_t type, uint64_t count) {
-    put_key(f, name, T_ARR);
-    put_u32(f, type);
-    put_u64(f, count);
-}
-static void put_head(file *f, uint64_t n_tensors, uint64_t n_keys) {
-    put(f, "GGUF", 4);
-    put_u32(f, 3);
-    put_u64(f, n_tensors);
-    put_u64(f, n_keys);
-}
-static void put_info(file *f, const char *name, uint32_t n_dims, const uint64_t *dims, uint32_t type, uint64_t offset) {
-    put_str(f, name);
-    put_u32(f, n_dims);
-    for (uint32_t i = 0; i < n_dims; i++) put_u64(f, dims[i]);
-    put_u32(f, type);
-    put_u64(f, offset);
-}
-static void pad(file *f, size_t alignment) {
-    while (f->n % alignment) put(f, "", 1);
-}
+#include "gguf_build.h"
 
 /* A file in a buffer of exactly its size, so that AddressSanitizer sees one byte too far. */
 static int open_exact(gguf **g, const file *f, size_t n, char err[256], void **owner) {
