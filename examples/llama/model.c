@@ -22,13 +22,6 @@ static void omp_set_num_threads(int n) { (void)n; }
    nothing), rows of the output matrix that are dequantised at once, and elements that one thread takes at once. */
 enum { CHUNK = 1024, SLAB = 4096, SPAN = 1 << 14 };
 
-/* Compiled for each level, chosen when the program starts; without fused products, so that all give the same bits. */
-#if defined(__x86_64__) && defined(__gnu_linux__)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CLONES
-#endif
-
 typedef struct {
     quant_mat mat;
     int64_t at;        /* where a layer's f32 buffer holds it, [rows][cols] */
@@ -163,12 +156,25 @@ static void op_rope(const lm_model *m, float *x, int64_t heads, const float *tab
         }
 }
 
-/* e^x within 2 ulp; x is clamped to where e^x is a normal number. 2^n comes from adding n to an exponent. */
-static inline float exp_f32(float x) {
-    x = x < -87 ? -87 : x > 88 ? 88 : x;
-    float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts */
-    float e = 1.0f / 5040;
+static inline __attribute__((always_inline)) float with_bits(int32_t bits) {
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+static inline __attribute__((always_inline)) int32_t bits_of(float f) {
+    int32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+/* e^x within 2 ulp for |x| <= 87; beyond, and for a NaN, |x| counts as 87. It is cut off as an integer: a loop with float
+   comparisons, which may trap, is not vectorised. 2^n is made by adding n to an exponent. */
+static inline __attribute__((always_inline)) float exp_f32(float x) {
+    const int32_t magnitude = bits_of(x) & INT32_MAX, most = 0x42ae0000; /* 87 */
+    x = with_bits((magnitude < most ? magnitude : most) | (bits_of(x) & INT32_MIN));
+    float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f; /* n = rint(x / ln 2) */
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f, e = 1.0f / 5040; /* ln 2 in two parts */
     e = e * r + 1.0f / 720;
     e = e * r + 1.0f / 120;
     e = e * r + 1.0f / 24;
@@ -176,20 +182,31 @@ static inline float exp_f32(float x) {
     e = e * r + 0.5f;
     e = e * r + 1;
     e = e * r + 1;
-    union { float f; uint32_t u; } scale = {.f = shifted};
-    scale.u = (scale.u + 127) << 23; /* the low bits of shifted are n */
-    return e * scale.f;
+    return e * with_bits((int32_t)(((uint32_t)bits_of(shifted) + 127) << 23)); /* the low bits of shifted are n */
 }
 
-CLONES static void swiglu(float *gate, const float *up, int64_t count) {
+/* One loop, compiled for each level of quant.h. */
+static inline __attribute__((always_inline)) void swiglu(float *gate, const float *up, int64_t count) {
     #pragma omp simd
     for (int64_t i = 0; i < count; i++) gate[i] = gate[i] / (1 + exp_f32(-gate[i])) * up[i];
 }
 
+#if defined(__x86_64__)
+#define LEVEL(target_isa) static __attribute__((target(target_isa)))
+#else
+#define LEVEL(target_isa) static
+#endif
+
+static void swiglu_scalar(float *gate, const float *up, int64_t count) { swiglu(gate, up, count); }
+LEVEL("avx2") void swiglu_avx2(float *gate, const float *up, int64_t count) { swiglu(gate, up, count); }
+LEVEL("avx512f") void swiglu_avx512(float *gate, const float *up, int64_t count) { swiglu(gate, up, count); }
+
 /* gate[count] = silu(gate) * up */
 static void op_swiglu(float *gate, const float *up, int64_t count) {
+    void (*const leaf[])(float *, const float *, int64_t) = {swiglu_scalar, swiglu_avx2, swiglu_avx512};
+    int level = quant_simd_level();
     #pragma omp parallel for if (count > SPAN)
-    for (int64_t i = 0; i < count; i += SPAN) swiglu(gate + i, up + i, count - i < SPAN ? count - i : SPAN);
+    for (int64_t i = 0; i < count; i += SPAN) leaf[level](gate + i, up + i, count - i < SPAN ? count - i : SPAN);
 }
 
 /* x[count] += y */
