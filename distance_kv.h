@@ -1170,8 +1170,7 @@ DKV__PRIVATE DKV__AVX512 void dkv__scores_avx512(float *s, const float *q, int64
 
 DKV__AVX512_INLINE __m512 dkv__exp16_avx512(__m512 x) { /* dkv__exp on 16 lanes */
     __mmask16 live = _mm512_cmp_ps_mask(x, _mm512_set1_ps(DKV__EXP_MIN), _CMP_NLT_UQ);
-    __m512    n = _mm512_mul_ps(x, _mm512_set1_ps(DKV__LOG2E));
-    n = _mm512_roundscale_ps(n, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512    n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(DKV__LOG2E))));
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(DKV__LN2_HI), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(DKV__LN2_LO), r);
     __m512 p = _mm512_set1_ps(1.0f / 5040.0f);
