@@ -153,8 +153,9 @@ static inline double oracle_row(const oracle_attention *o, int64_t n, int h, dou
     for (int64_t j = 0; j < T; j++) sum += exp(s[j] - m);
     for (int64_t j = 0; j < T; j++) {
         if (isinf(s[j])) continue;
+        double p = exp(s[j] - m) / sum;
         const double *v = j < o->T_c ? o->v + (j * o->Hkv + g) * o->d_v : o->tail_v + ((j - o->T_c) * o->Hkv + g) * o->d_v;
-        for (int i = 0; i < o->d_v; i++) out[i] += exp(s[j] - m) / sum * v[i];
+        for (int i = 0; i < o->d_v; i++) out[i] += p * v[i];
     }
     return m + log(sum);
 }
