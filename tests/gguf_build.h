@@ -1,5 +1,5 @@
-/* Builds GGUF files in memory, valid ones and others: the same bytes as examples/llama/gguf.h draws, shared by the tests
-   and the fuzz target. */
+/* Builds GGUF files in memory, valid ones and others, as examples/llama/gguf.h draws them: for the tests and the fuzz
+   target. */
 #ifndef GGUF_BUILD_H
 #define GGUF_BUILD_H
 

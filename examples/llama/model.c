@@ -129,7 +129,7 @@ static void matvec(const lm_model *m, float *const *y, const weight *w, int n_w,
     for (int k = 0; k < n_w; k++) quant_matvec(y[k], &w[k].mat, &v, omp_get_thread_num(), omp_get_num_threads());
 }
 
-/* y[k][n][rows of w k] = x[n][cols] W_k^T + bias_k, for n_w weights of the same input; f32: the layer's, NULL if n = 1 */
+/* y[k][n][rows of w k] = x[n][cols] W_k^T + bias_k, for n_w weights of one input; f32: the layer's, NULL if n = 1 */
 static void op_matmul(const lm_model *m, float *const *y, const weight *w, int n_w, const float *x, int64_t n,
                       const float *f32) {
     if (!f32) matvec(m, y, w, n_w, x);
@@ -168,8 +168,8 @@ static inline __attribute__((always_inline)) int32_t bits_of(float f) {
     return bits;
 }
 
-/* e^x within 2 ulp for |x| <= 87; beyond, and for a NaN, |x| counts as 87. It is cut off as an integer: a loop with float
-   comparisons, which may trap, is not vectorised. 2^n is made by adding n to an exponent. */
+/* e^x within 2 ulp for |x| <= 87; beyond, and for a NaN, |x| counts as 87. It is cut off as an integer: a loop with
+   float comparisons, which may trap, is not vectorised. 2^n is made by adding n to an exponent. */
 static inline __attribute__((always_inline)) float exp_f32(float x) {
     const int32_t magnitude = bits_of(x) & INT32_MAX, most = 0x42ae0000; /* 87 */
     x = with_bits((magnitude < most ? magnitude : most) | (bits_of(x) & INT32_MIN));
