@@ -389,7 +389,7 @@ typedef struct dkv_parallel {
 /* a[n]: a batch of any mix of lengths, heads and layers; n = 1 for one. The workspace serves nth threads and keys of
    any length; 64-byte aligned. All checks happen before anything is written:
    SHAPE, TYPE, FIELD (scale or softcap below 0 or NaN), CAPACITY (workspace), ALIGN, OVERLAP. par NULL: OpenMP if
-   compiled in, else this thread alone. */
+   compiled in, with as many threads as the workspace serves, else this thread alone. */
 DKV_API dkv_result dkv_attend_size(size_t *bytes, const dkv_attention *a, int64_t n, int nth);
 DKV_API dkv_result dkv_attend(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par);
 
@@ -2533,12 +2533,21 @@ DKV_API dkv_result dkv_attend_size(size_t *bytes, const dkv_attention *a, int64_
     return DKV_OK;
 }
 
+/* As many of the default threads as the workspace serves: results do not depend on it. */
+DKV__PRIVATE int dkv__threads_that_fit(const dkv__schedule *s, size_t ws_bytes) {
+    int64_t slots = dkv__workspace_bytes(s, 0), scratch = dkv__workspace_bytes(s, 1) - slots;
+    return (int)dkv__min(dkv__default_threads(), ((int64_t)ws_bytes - slots) / scratch);
+}
+
 DKV_API dkv_result dkv_attend(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par) {
-    dkv_parallel  own = {dkv__default_run, NULL, dkv__default_threads()};
+    dkv_parallel  own = {dkv__default_run, NULL, 1};
     dkv__schedule s;
-    if (!par) par = &own;
-    dkv_result r = dkv__attend_check(&s, a, n, ws, ws_bytes, par->nth);
+    dkv_result    r = dkv__attend_check(&s, a, n, ws, ws_bytes, par ? par->nth : 1);
     if (r) return r;
+    if (!par) {
+        own.nth = dkv__threads_that_fit(&s, ws_bytes);
+        par = &own;
+    }
     dkv__call call = {&s, ws};
     par->run(par->user, par->nth, dkv__part_task, &call);
     if (s.slots) par->run(par->user, par->nth, dkv__combine_task, &call);
