@@ -3,6 +3,7 @@
 
 #include <assert.h>
 #include <math.h>
+#include <stdbool.h>
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -153,7 +154,7 @@ static form form_of(int type) {
     return (form){bits, min ? MIN : type == GGUF_Q6_K ? SCALE : NONE, bias_of(type)};
 }
 
-static int is_float(int type) { return type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16; }
+static bool is_float(int type) { return type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16; }
 
 /* Of 16 rows by 32 columns. */
 INLINE int64_t packed_block(int bits, int second) { return 32 + 32 * (second != NONE) + 64 * bits; }
@@ -214,24 +215,22 @@ size_t quant_vec_bytes(int64_t n) {
 /* x below this counts as 0, so that 127 / max stays finite. */
 #define SMALLEST 1e-30f
 
-/* A block with a NaN or an infinity gets scale NaN: the rows that read it become NaN, as they would in f32. */
+/* A block with a NaN or an infinity gets scale NaN: the rows that read it become NaN, as they would in f32. Magnitudes
+   are compared as integers, where a NaN is the greatest and nothing traps, so that the loop is vectorised. */
 static float quantise32(int8_t *q, int32_t sum[2], const float *x) {
-    float most = 0, poison = 0;
+    int32_t most = 0;
     for (int i = 0; i < QUANT_BLOCK; i++) {
-        float a = fabsf(x[i]);
-        most = a > most ? a : most;
-        poison += x[i] * 0;
+        int32_t magnitude = (int32_t)(f32_bits(x[i]) & 0x7fffffffu);
+        most = magnitude > most ? magnitude : most;
     }
-    float inverse = most > SMALLEST && poison == 0 ? 127 / most : 0;
+    float max = f32_from_bits((uint32_t)most);
+    bool finite = most < 0x7f800000;
     sum[0] = sum[1] = 0;
-    for (int i = 0; i < QUANT_BLOCK; i++) {
-        /* 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits; a NaN x must not reach it */
-        float scaled = inverse > 0 ? x[i] * inverse : 0;
-        int32_t v = (int32_t)(f32_bits(scaled + 0x1.8p23f) - f32_bits(0x1.8p23f));
-        q[i] = (int8_t)v;
-        sum[i / 16] += v;
-    }
-    return inverse > 0 ? most / 127 + poison : poison;
+    if (!finite || max < SMALLEST) return memset(q, 0, QUANT_BLOCK), finite ? 0 : NAN;
+    for (int i = 0; i < QUANT_BLOCK; i++) /* 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits */
+        q[i] = (int8_t)(f32_bits(x[i] * (127 / max) + 0x1.8p23f) - f32_bits(0x1.8p23f));
+    for (int i = 0; i < 16; i++) sum[0] += q[i], sum[1] += q[16 + i];
+    return max / 127;
 }
 
 void quant_vec_set(quant_vec *v, void *memory, const float *x, int64_t n) {
