@@ -46,7 +46,6 @@ typedef struct {
     float *out;        /* [n][E] */
     float *gate, *up;  /* [n][F] */
     const float *f32;  /* the layer's weights, dequantised; NULL: use them as the file has them (n_all = 1) */
-    void *vec;         /* a quant_vec's memory */
     void *block;       /* what they all lie in */
 } activations;
 
@@ -64,6 +63,7 @@ struct lm_model {
     size_t packed_bytes;
     float *layer_f32;         /* one layer's weights, or a slab of the output's; NULL until needed */
     activations one;          /* of decoding: nothing is allocated there */
+    void *vec;                /* the memory of its quant_vec */
     void *workspace;          /* dkv_attend's */
     size_t workspace_bytes;
     char error[256];
@@ -74,6 +74,8 @@ __attribute__((format(printf, 2, 3))) static int explain(lm_model *m, const char
     va_start(args, fmt);
     vsnprintf(m->error, sizeof m->error, fmt, args);
     va_end(args);
+    for (char *c = m->error; *c; c++) /* a tensor's name may hold anything; the line stays one */
+        if ((unsigned char)*c < ' ') *c = '?';
     return -1;
 }
 
@@ -124,7 +126,7 @@ static void gemm(float *y, int64_t ldy, const float *x, const float *w, int64_t 
 /* One row by the weights as they are: each is read once. */
 static void matvec(const lm_model *m, float *const *y, const weight *w, int n_w, const float *x) {
     quant_vec v;
-    quant_vec_set(&v, m->one.vec, x, w->mat.cols);
+    quant_vec_set(&v, m->vec, x, w->mat.cols);
     #pragma omp parallel
     for (int k = 0; k < n_w; k++) quant_matvec(y[k], &w[k].mat, &v, omp_get_thread_num(), omp_get_num_threads());
 }
@@ -323,17 +325,12 @@ static int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; } /* floats, to 64 
 
 static bool activations_make(activations *a, const lm_params *p, int64_t n_all) {
     int64_t n = n_all < CHUNK ? n_all : CHUNK, q = n * p->shape.H * p->shape.d_k, kv = n * p->shape.Hkv * p->shape.d_k;
-    int64_t widest = p->F > p->E ? p->F : p->E;
-    if (p->shape.H * p->shape.d_k > widest) widest = p->shape.H * p->shape.d_k;
     float **at[] = {&a->x, &a->rope, &a->norm, &a->q, &a->k, &a->v, &a->o, &a->out, &a->gate, &a->up};
-    int64_t count[] = {n_all * p->E, n_all * p->n_rot, n * p->E, q, kv, kv, q, n * p->E, n * p->F, n * p->F};
-    int64_t vec = (int64_t)quant_vec_bytes(widest) / 4 + 1, total = pad16(vec);
+    int64_t count[] = {n_all * p->E, n_all * p->n_rot, n * p->E, q, kv, kv, q, n * p->E, n * p->F, n * p->F}, total = 0;
     for (int i = 0; i < 10; i++) total += pad16(count[i]);
     float *next = aligned_alloc(64, (size_t)total * sizeof *next);
     *a = (activations){.n_all = n_all, .n = n, .block = next};
     if (!next) return false;
-    a->vec = next;
-    next += pad16(vec);
     for (int i = 0; i < 10; i++) *at[i] = next, next += pad16(count[i]);
     return true;
 }
@@ -455,8 +452,7 @@ int lm_prefill(lm_model *m, dkv_cache *const *caches, int n_caches, const int32_
         if (dkv_cache_type(caches[i]) != dkv_cache_type(caches[0]) || dkv_cache_plan(caches[i])->T_c != n)
             return explain(m, "caches to prefill must share a type and have plans of %lld positions", (long long)n);
     }
-    dkv_type type = n_caches ? dkv_cache_type(caches[0]) : DKV_F16;
-    dkv_cache *dense = dense_layer(m, type, n, options ? options->alloc : NULL);
+    dkv_cache *dense = dense_layer(m, dkv_cache_type(caches[0]), n, options ? options->alloc : NULL);
     bool ok = dense && activations_start(m, &a, tokens, n, 0);
     if (ok) {
         ok = prefill(m, caches, n_caches, &a, dense, options);
@@ -674,12 +670,16 @@ static bool load(loader *o) {
     if (!get_arch(o) || !get_shape(o) || !get_numbers(o)) return false;
     const dkv_shape *s = &m->p.shape;
     int64_t layer_floats = 2 * m->p.E + (s->H + 2 * (int64_t)s->Hkv) * s->d_k; /* norms and biases */
+    int64_t widest = s->H * (int64_t)s->d_k; /* input of a matrix */
+    if (m->p.E > widest) widest = m->p.E;
+    if (m->p.F > widest) widest = m->p.F;
+    m->vec = malloc(quant_vec_bytes(widest) + 1);
     m->layers = calloc((size_t)s->L, sizeof *m->layers);
     m->inv_freq = malloc((size_t)(m->p.n_rot / 2) * sizeof *m->inv_freq);
     m->vectors = malloc((size_t)(s->L * layer_floats + m->p.E + m->p.n_rot / 2) * sizeof *m->vectors);
     o->used = calloc((size_t)gguf_tensor_count(m->file) + 1, sizeof *o->used);
     o->next = m->vectors;
-    if (!m->layers || !m->inv_freq || !m->vectors || !o->used || !activations_make(&m->one, &m->p, 1))
+    if (!m->vec || !m->layers || !m->inv_freq || !m->vectors || !o->used || !activations_make(&m->one, &m->p, 1))
         return fail(m, "no memory for a model of this shape");
     return get_tensors(o) && pack_weights(m);
 }
@@ -707,6 +707,7 @@ void lm_close(lm_model *m) {
     if (!m) return;
     if (m->packed) munmap(m->packed, m->packed_bytes);
     free(m->one.block);
+    free(m->vec);
     free(m->workspace);
     free(m->layer_f32);
     free(m->vectors);

@@ -46,8 +46,9 @@ typedef struct {
     void *user;
 } lm_prefill_options;
 
-/* Runs tokens[n], the context from position 0 on, and packs every layer into each of the n_caches caches, which have
-   one element type, plans of n positions and no layer packed. options may be NULL. 0 = ok. */
+/* Runs tokens[n], the context from position 0 on, and packs every layer into each of the n_caches >= 1 caches, which
+   have one element type, plans of n positions and no layer packed. options may be NULL. 0 = ok. After a failure half
+   way some layers are packed: destroy the caches. */
 int lm_prefill(lm_model *m, dkv_cache *const *caches, int n_caches, const int32_t *tokens, int64_t n,
                const lm_prefill_options *options);
 
