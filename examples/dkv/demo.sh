@@ -51,4 +51,4 @@ if [ -z "${CONTEXT:-}" ]; then
 fi
 echo "Question: $QUESTION"
 echo
-exec "$DKV" run -m "$MODEL" -p "$PATTERN" -c "$CONTEXT" -q "$QUESTION" --ctx "$TOKENS" -n 18 --control streaming "$@"
+exec "$DKV" run -m "$MODEL" -p "$PATTERN" -c "$CONTEXT" -q "$QUESTION" --ctx "$TOKENS" -n 17 --control streaming "$@"
