@@ -87,6 +87,7 @@ build/%: $B/%
 $B/test_%: tests/test_%.c $(LLAMA) $B/dkv.o | build/deps
 	$(CC) $(CFLAGS) -MMD -MP $(filter %.c %.o,$^) -o $@ -lcmocka $(LIBS)
 
+-include bench/bench.mk
 -include $(wildcard $B/*.d $B/o/*/*.d)
 
 # ---- run, test ----
@@ -97,7 +98,7 @@ run: build/dkv $(MODEL)
 
 test: $(if $(filter tsan,$(config)),$(TSAN),$(TESTS) $B/dkv $B/minimal $B/llama2c $(MODEL))
 	@MODEL=$(MODEL) DKV=$B/dkv LLAMA2C=$B/llama2c sh tests/run.sh $(if $(filter tsan,$(config)),$(TSAN),$(TESTS) \
-	    $(if $(filter release,$(config)),tests/test_tool.sh tests/compile/check.sh))
+	    $(if $(filter release,$(config)),tests/test_tool.sh tests/test_readme.sh tests/compile/check.sh))
 
 fuzz: $(FUZZ)
 	@for f in $(FUZZ); do echo "$$f"; mkdir -p $$f.corpus; \

@@ -2687,7 +2687,7 @@ DKV_API dkv_result dkv_cache_create(dkv_cache **out, const dkv_plan *plan, const
     if (capacity < 0 || capacity > DKV__FAR) return DKV_ERR_FIELD;
     int64_t heads = (int64_t)plan->L * plan->Hkv;
     double  rows = (double)dkv__rows_total(plan->rows, heads) + (double)heads * (double)(capacity + DKV__BLOCK);
-    if (rows * (shape->d_k + shape->d_v + 32) * 4.0 > (double)INT64_MAX / 2) return DKV_ERR_MEMORY; /* sizes would wrap */
+    if (rows * (shape->d_k + shape->d_v + 32) * 4.0 > 4e18) return DKV_ERR_MEMORY; /* sizes would wrap */
     dkv__context *context = dkv__context_create(plan, shape, type, alloc);
     return context ? dkv__cache_over(out, context, capacity) : DKV_ERR_MEMORY;
 }
