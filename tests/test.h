@@ -107,12 +107,12 @@ static inline int is_poison(const void *data, size_t bytes) {
     return test_is_byte(data, (const char *)data + bytes, TEST_POISON);
 }
 
-/* An allocator that counts, checks sizes on free, and fails at call number fail_at (from 0; -1: never). */
+/* An allocator that counts, checks sizes on free, and fails above 1 GiB and at call fail_at (from 0; -1: never). */
 typedef struct test_heap { int calls, fail_at, live, wrong_size; } test_heap;
 
 static inline void *test_heap_alloc(void *user, size_t bytes) {
     test_heap *h = user;
-    if (__atomic_fetch_add(&h->calls, 1, __ATOMIC_SEQ_CST) == h->fail_at) return NULL;
+    if (__atomic_fetch_add(&h->calls, 1, __ATOMIC_SEQ_CST) == h->fail_at || bytes > (size_t)1 << 30) return NULL;
     char *p = malloc(bytes + 64);
     memcpy(p, &bytes, sizeof bytes);
     __atomic_fetch_add(&h->live, 1, __ATOMIC_SEQ_CST);
@@ -184,30 +184,38 @@ static inline dkv_pattern pattern_of(const oracle_pattern *o) {
                          .bits = bits};
 }
 
-/* keep [L][Hkv][T_c] -> the plan of exactly these positions. */
-static inline dkv_plan plan_of_mask(const unsigned char *keep, int L, int Hkv, int64_t T_c) {
-    int64_t n = 0, rows = (int64_t)L * Hkv, *at = guarded((size_t)(rows * T_c) * 8, 8), *counts = guarded((size_t)rows * 8, 8);
-    for (int64_t f = 0; f < rows; f++) {
-        counts[f] = 0;
-        for (int64_t i = 0; i < T_c; i++)
-            if (keep[f * T_c + i]) {
-                at[n++] = i;
-                counts[f]++;
-            }
-    }
-    dkv_plan plan;
-    size_t bytes;
-    CHECK_OK(dkv_plan_from_positions(&plan, NULL, &bytes, L, Hkv, T_c, at, counts));
-    CHECK_OK(dkv_plan_from_positions(&plan, guarded(bytes, 8), &bytes, L, Hkv, T_c, at, counts));
-    return plan;
-}
+/* A call that tells its size while mem is NULL, and then fills memory of exactly that size. */
+#define EXACTLY(mem, align, bytes, call) \
+    do { void *mem = NULL; CHECK_OK(call); mem = guarded(bytes, align); CHECK_OK(call); } while (0)
 
 static inline dkv_plan plan_of(const dkv_pattern *p, int64_t T_c, dkv_beyond beyond) {
     dkv_plan plan;
     size_t bytes;
-    CHECK_OK(dkv_plan_make(&plan, NULL, &bytes, p, T_c, beyond));
-    CHECK_OK(dkv_plan_make(&plan, guarded(bytes, 8), &bytes, p, T_c, beyond));
+    EXACTLY(mem, 8, bytes, dkv_plan_make(&plan, mem, &bytes, p, T_c, beyond));
     return plan;
+}
+
+/* keep [L][Hkv][T_c] -> the plan of exactly these positions; NULL: of all. */
+static inline dkv_plan plan_of_mask(const unsigned char *keep, int L, int Hkv, int64_t T_c) {
+    int64_t n = 0, heads = (int64_t)L * Hkv, *counts = guarded((size_t)heads * 8, 8);
+    int64_t *at = keep ? guarded((size_t)(heads * T_c) * 8, 8) : NULL;
+    memset(counts, 0, (size_t)heads * 8);
+    for (int64_t i = 0; i < heads * T_c && keep; i++) {
+        if (!keep[i]) continue;
+        at[n++] = i % T_c;
+        counts[i / T_c]++;
+    }
+    dkv_plan plan;
+    size_t bytes;
+    EXACTLY(mem, 8, bytes, dkv_plan_from_positions(&plan, mem, &bytes, L, Hkv, T_c, at, keep ? counts : NULL));
+    return plan;
+}
+
+static inline dkv_packed pack_layer(const dkv_plan *plan, dkv_type type, int d_k, int d_v, const dkv_segment *source) {
+    dkv_packed out;
+    size_t bytes;
+    EXACTLY(mem, 64, bytes, dkv_pack(&out, mem, &bytes, type, plan, 0, d_k, d_v, source));
+    return out;
 }
 
 /* ---- threads ------------------------------------------------------------- */

@@ -27,22 +27,6 @@ typedef struct problem {
 
 static const problem plain = {.H = 6, .Hkv = 2, .d_k = 64, .d_v = 64, .T_c = 150, .n_tail = 9, .N_q = 3, .density = 0.5};
 
-static dkv_packed pack(const dkv_plan *plan, dkv_type type, int d_k, int d_v, const dkv_segment *source) {
-    size_t bytes;
-    dkv_packed out;
-    CHECK_OK(dkv_pack(&out, NULL, &bytes, type, plan, 0, d_k, d_v, source));
-    CHECK_OK(dkv_pack(&out, guarded(bytes, 64), &bytes, type, plan, 0, d_k, d_v, source));
-    return out;
-}
-
-static dkv_plan full_plan(int Hkv, int64_t T) {
-    size_t bytes;
-    dkv_plan plan;
-    CHECK_OK(dkv_plan_from_positions(&plan, NULL, &bytes, 1, Hkv, T, NULL, NULL));
-    CHECK_OK(dkv_plan_from_positions(&plan, guarded(bytes, 8), &bytes, 1, Hkv, T, NULL, NULL));
-    return plan;
-}
-
 static dkv_tensor tensor_of(const problem *p, dkv_type type, const double *x, int64_t T, int heads, int d) {
     dkv_tensor t = new_tensor(p->layout, type, T, heads, d);
     fill_tensor(&t, x, T, heads, d);
@@ -64,7 +48,7 @@ static dkv_segment context_of(problem *p) {
         s.rows = p->plan.rows;
         return s;
     }
-    p->context = pack(&p->plan, p->type, p->d_k, p->d_v, &s);
+    p->context = pack_layer(&p->plan, p->type, p->d_k, p->d_v, &s);
     return (dkv_segment){.packed = &p->context};
 }
 
@@ -72,8 +56,8 @@ static dkv_segment tail_of(problem *p) {
     dkv_segment s = dkv_strided(tensor_of(p, p->tail_type, p->tail_k, p->n_tail, p->Hkv, p->d_k),
                                 tensor_of(p, p->tail_type, p->tail_v, p->n_tail, p->Hkv, p->d_v), p->n_tail);
     if (!p->tail_packed) return s;
-    dkv_plan plan = full_plan(p->Hkv, p->n_tail);
-    p->tail = pack(&plan, p->tail_type, p->d_k, p->d_v, &s);
+    dkv_plan plan = plan_of_mask(NULL, 1, p->Hkv, p->n_tail);
+    p->tail = pack_layer(&plan, p->tail_type, p->d_k, p->d_v, &s);
     return (dkv_segment){.packed = &p->tail};
 }
 
@@ -385,7 +369,7 @@ static void equal_to_dense(void) {
         p.plan = plan_of(&pattern, T_c, DKV_BEYOND_ERROR);
         dkv_segment source = dkv_strided(tensor_of(&p, p.type, p.k, T_c, p.Hkv, p.d_k),
                                          tensor_of(&p, p.type, p.v, T_c, p.Hkv, p.d_v), T_c);
-        p.context = pack(&p.plan, p.type, p.d_k, p.d_v, &source);
+        p.context = pack_layer(&p.plan, p.type, p.d_k, p.d_v, &source);
         poison_results(&p);
         CHECK_OK(dkv_attend(&p.a, 1, p.ws, p.ws_bytes, NULL));
         check_same_bits(&p, dense);

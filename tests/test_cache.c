@@ -178,6 +178,10 @@ static void refusals(void) {
     BAD(bad.H = 5, DKV_F16, DKV_ERR_SHAPE);      BAD(bad.d_k = 0, DKV_F16, DKV_ERR_SHAPE);
     BAD(bad.d_v = 577, DKV_F16, DKV_ERR_SHAPE);  BAD((void)bad, (dkv_type)3, DKV_ERR_TYPE);
 #undef BAD
+    dkv_plan wide = plan_of_mask(NULL, 256, 256, 0); /* 2^16 heads * 2^36 rows * 2^12 bytes: no product may wrap around */
+    bad = (dkv_shape){256, 256, 256, 512, 512};
+    CHECK_RESULT(dkv_cache_create(&c, &wide, &bad, DKV_F32, (int64_t)1 << 36, &w.alloc), DKV_ERR_MEMORY);
+    bad = shape;
     bad.H = 0; /* unused is allowed */
     CHECK_OK(dkv_cache_create(&c, &w.plan, &bad, DKV_F16, 9, &w.alloc));
     dkv_cache_destroy(c);

@@ -30,11 +30,8 @@ static problem make(dkv_type type, int layout, int64_t T_c, int Hkv, int d_k, in
     return p;
 }
 
-static dkv_packed pack(const problem *p, dkv_type type, const dkv_plan *plan, const dkv_segment *source, size_t *bytes) {
-    dkv_packed out;
-    CHECK_OK(dkv_pack(&out, NULL, bytes, type, plan, 0, p->d_k, p->d_v, source));
-    CHECK_OK(dkv_pack(&out, guarded(*bytes, 64), bytes, type, plan, 0, p->d_k, p->d_v, source));
-    return out;
+static dkv_packed pack(const problem *p, dkv_type type) {
+    return pack_layer(&p->plan, type, p->d_k, p->d_v, &p->source);
 }
 
 /* Row r of KV head g in t[rows][Hkv][d] is the r-th kept position of x, rounded to the packed type, then to t's. */
@@ -67,8 +64,7 @@ static void types_and_layouts(void) {
         int layout = c / 9 % LAYOUTS;
         problem p = make(from, layout, 1 + rnd_below(100), 1 + c % 3, 1 + (int)rnd_below(70), 1 + (int)rnd_below(70));
         AT("%s to %s, layout %d, d %d and %d, T_c %d", dkv_type_name(from), dkv_type_name(to), layout, p.d_k, p.d_v, (int)p.T_c);
-        size_t bytes;
-        dkv_packed packed = pack(&p, to, &p.plan, &p.source, &bytes);
+        dkv_packed packed = pack(&p, to);
         CHECK(packed.type == to && packed.Hkv == p.Hkv && packed.d_k == p.d_k && packed.d_v == p.d_v);
         CHECK(packed.rows == p.plan.rows);
         check_unpack(&p, &packed, to, layout);
@@ -81,8 +77,7 @@ static void dimensions(void) {
     for (int c = 0; c < COUNT(dims) * COUNT(dims); c++) {
         problem p = make((dkv_type)(c % 3), c % LAYOUTS, 15 + c % 4, 2, dims[c % COUNT(dims)], dims[c / COUNT(dims)]);
         AT("d %d and %d from %s", p.d_k, p.d_v, dkv_type_name((dkv_type)(c % 3)));
-        size_t bytes;
-        dkv_packed packed = pack(&p, (dkv_type)(c % 2 * 2), &p.plan, &p.source, &bytes);
+        dkv_packed packed = pack(&p, (dkv_type)(c % 2 * 2));
         check_unpack(&p, &packed, DKV_F32, HEAD_MAJOR);
         CHECK(test_release());
     }
@@ -95,10 +90,11 @@ static void same_bytes_at_every_level(void) {
         size_t bytes;
         AT("case %d", c);
         dkv_simd_limit(DKV_SIMD_SCALAR);
-        dkv_packed scalar = pack(&p, (dkv_type)(c / 3 % 3), &p.plan, &p.source, &bytes);
+        CHECK_OK(dkv_pack(&(dkv_packed){0}, NULL, &bytes, (dkv_type)(c / 3 % 3), &p.plan, 0, p.d_k, p.d_v, &p.source));
+        dkv_packed scalar = pack(&p, (dkv_type)(c / 3 % 3));
         for (int level = 1; level <= (int)dkv_simd_supported(); level++) {
             dkv_simd_limit((dkv_simd)level);
-            dkv_packed other = pack(&p, (dkv_type)(c / 3 % 3), &p.plan, &p.source, &bytes);
+            dkv_packed other = pack(&p, (dkv_type)(c / 3 % 3));
             CHECK(!memcmp(scalar.data, other.data, bytes));
         }
         CHECK(test_release());
@@ -110,13 +106,11 @@ static void from_packed(void) {
     for (int c = 0; c < 36; c++) {
         problem p = make((dkv_type)(c % 3), THD, 1 + rnd_below(90), 2, dims[c % COUNT(dims)], dims[(c + 3) % COUNT(dims)]);
         dkv_type first = (dkv_type)(c / 3 % 3), second = (dkv_type)(c / 9 % 3);
-        size_t bytes;
-        dkv_plan all;
         AT("case %d, %s then %s", c, dkv_type_name(first), dkv_type_name(second));
-        CHECK_OK(dkv_plan_from_positions(&all, NULL, &bytes, 1, 2, p.T_c, NULL, NULL));
-        CHECK_OK(dkv_plan_from_positions(&all, guarded(bytes, 8), &bytes, 1, 2, p.T_c, NULL, NULL));
-        dkv_packed dense = pack(&p, first, &all, &p.source, &bytes); /* its evicted rows are NaN, too */
-        dkv_packed packed = pack(&p, second, &p.plan, &(dkv_segment){.packed = &dense}, &bytes);
+        dkv_plan all = plan_of_mask(NULL, 1, 2, p.T_c);
+        dkv_packed dense = pack_layer(&all, first, p.d_k, p.d_v, &p.source); /* its evicted rows are NaN, too */
+        p.source = (dkv_segment){.packed = &dense};
+        dkv_packed packed = pack(&p, second);
         for (int64_t i = 0; i < p.T_c * 2 * p.d_k; i++) p.k[i] = oracle_round(first, p.k[i]);
         for (int64_t i = 0; i < p.T_c * 2 * p.d_v; i++) p.v[i] = oracle_round(first, p.v[i]);
         check_unpack(&p, &packed, DKV_F32, THD);
@@ -147,8 +141,7 @@ static void special_values(void) {
         problem p = {.Hkv = 1, .d_k = N, .d_v = N, .T_c = 1};
         p.plan = plan_of_mask(&(unsigned char){1}, 1, 1, 1);
         p.source = dkv_strided(dkv_thd(x, DKV_F32, 1, N), dkv_thd(x, DKV_F32, 1, N), 1);
-        size_t bytes;
-        dkv_packed packed = pack(&p, type, &p.plan, &p.source, &bytes);
+        dkv_packed packed = pack(&p, type);
         float k[N], v[N];
         CHECK_OK(dkv_unpack(dkv_thd(k, DKV_F32, 1, N), dkv_thd(v, DKV_F32, 1, N), &packed, 0));
         for (int i = 0; i < N; i++) {
@@ -213,9 +206,8 @@ static void far_strides(void) {
         fill_tensor(&k, p.k, 3, 2, 3);
         fill_tensor(&v, p.v, 3, 2, 2);
         for (int i = 0; i < 18; i++) p.k[i] = oracle_round(k.type, p.k[i]);
-        size_t bytes;
-        dkv_segment far_source = dkv_strided(k, v, 3);
-        dkv_packed packed = pack(&p, DKV_F32, &p.plan, &far_source, &bytes);
+        p.source = dkv_strided(k, v, 3);
+        dkv_packed packed = pack(&p, DKV_F32);
         check_unpack(&p, &packed, DKV_F32, THD);
     }
     munmap(map, (size_t)(far * 6));

@@ -205,9 +205,7 @@ static void from_positions(void) {
         dkv_plan plan = plan_of_mask(keep, L, Hkv, T_c);
         check_plan(&plan, keep, L, Hkv, T_c);
         CHECK_INT(plan.pattern_crc, 0);
-        size_t bytes;
-        CHECK_OK(dkv_plan_from_positions(&plan, NULL, &bytes, L, Hkv, T_c, NULL, NULL));
-        CHECK_OK(dkv_plan_from_positions(&plan, guarded(bytes, 8), &bytes, L, Hkv, T_c, NULL, NULL));
+        plan = plan_of_mask(NULL, L, Hkv, T_c);
         memset(keep, 1, (size_t)(L * Hkv * T_c));
         check_plan(&plan, keep, L, Hkv, T_c);
         CHECK(test_release());
@@ -251,8 +249,7 @@ static void refine(void) {
             for (int64_t i = 0; i < T_1; i++) after[f * T_2 + i] &= before[f * T_1 + i];
         dkv_plan old = plan_of(&p, T_1, beyond), plan;
         size_t bytes;
-        CHECK_OK(dkv_plan_refine(&plan, NULL, &bytes, &old, &p, T_2, beyond));
-        CHECK_OK(dkv_plan_refine(&plan, guarded(bytes, 8), &bytes, &old, &p, T_2, beyond));
+        EXACTLY(mem, 8, bytes, dkv_plan_refine(&plan, mem, &bytes, &old, &p, T_2, beyond));
         check_plan(&plan, after, 2, Hkv, T_2);
         if (T_1) CHECK_RESULT(dkv_plan_refine(&plan, NULL, &bytes, &old, &p, T_1 - 1, beyond), DKV_ERR_ORDER);
         CHECK_RESULT(dkv_plan_refine(&plan, NULL, &bytes, &old, &p, limit + T_2, DKV_BEYOND_ERROR), DKV_ERR_RANGE);
