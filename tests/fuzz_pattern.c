@@ -31,11 +31,9 @@ static void read_one(const uint8_t *image, size_t bytes) {
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     read_one(data, size);
     if (size < 4) return 0;
-    uint64_t words[8] = {0x2B}, p16[30] = {0};
-    dkv_pattern p = {.L = 1, .H = 4, .Hkv = 2, .D = 1 + data[0] % 64, .d = 64, .W = 1 + data[1], .S = data[2], .R = data[3],
+    uint64_t words[4] = {0x2B}, p16[64] = {0}; /* bits, and p for any D */
+    dkv_pattern p = {.L = 1, .H = 4, .Hkv = 2, .D = 6 + data[0] % 59, .W = 1 + data[1], .S = data[2], .R = data[3],
                      .rho = 0.5, .bits = words, .p = data[3] & 1 ? p16 : NULL};
-    if (p.D < 6) p.D = 6; /* room for the ones; p16 holds 4 * 30 values */
-    if (p.D > 30) p.p = NULL;
     p.K = dkv_pattern_count(&p);
     size_t bytes;
     REQUIRE(dkv_pattern_write(NULL, &bytes, &p) == DKV_OK);

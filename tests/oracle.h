@@ -135,15 +135,16 @@ static inline double oracle_logit(const oracle_attention *o, const double *q, co
     return o->softcap > 0 ? o->softcap * tanh(s / o->softcap) : s;
 }
 
-/* One row: s[T_c + n_tail] is scratch, -inf where masked. Returns the LSE; with no key at all, -inf or the sink logit. */
-static inline double oracle_row(const oracle_attention *o, int64_t n, int h, double *s, double *out, double *magnitude) {
+/* One row: s[T_c + n_tail] is scratch, -inf where masked. Returns the LSE; with no key, -inf or the sink's logit. */
+static inline double oracle_row(const oracle_attention *o, int64_t n, int h, double *s, double *out,
+                                double *magnitude) {
     int g = h / (o->H / o->Hkv);
     int64_t T = o->T_c + o->n_tail;
     double m = o->sink ? (double)o->sink[h] : -(double)INFINITY, sum = 0;
     for (int64_t j = 0; j < T; j++) {
         int64_t t = j - o->T_c;
         int seen = t < 0 ? o->keep[g * o->T_c + j] : t < o->n_tail - o->N_q + 1 + n;
-        const double *k = t < 0 ? o->k + (j * o->Hkv + g) * o->d_k : o->tail_k + (t * o->Hkv + g) * o->d_k;
+        const double *k = (t < 0 ? o->k + j * o->Hkv * o->d_k : o->tail_k + t * o->Hkv * o->d_k) + g * o->d_k;
         s[j] = seen ? oracle_logit(o, o->q + (n * o->H + h) * o->d_k, k, magnitude) : -(double)INFINITY;
         m = fmax(m, s[j]);
     }
@@ -154,7 +155,8 @@ static inline double oracle_row(const oracle_attention *o, int64_t n, int h, dou
     for (int64_t j = 0; j < T; j++) {
         if (isinf(s[j])) continue;
         double p = exp(s[j] - m) / sum;
-        const double *v = j < o->T_c ? o->v + (j * o->Hkv + g) * o->d_v : o->tail_v + ((j - o->T_c) * o->Hkv + g) * o->d_v;
+        int64_t t = j - o->T_c;
+        const double *v = (t < 0 ? o->v + j * o->Hkv * o->d_v : o->tail_v + t * o->Hkv * o->d_v) + g * o->d_v;
         for (int i = 0; i < o->d_v; i++) out[i] += p * v[i];
     }
     return m + log(sum);

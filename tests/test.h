@@ -16,6 +16,10 @@
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
+static inline dkv_type type_at(int64_t i) {
+    return (dkv_type)(i % 3);
+}
+
 /* ---- checks: every failure says where in its tables the test stood -------- */
 
 static char test_at[256] = "-";
@@ -103,6 +107,13 @@ static inline int test_release(void) {
     return intact;
 }
 
+/* Addresses without memory, zero where touched. The caller unmaps. */
+static inline char *reserve(int64_t bytes) {
+    char *map = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (map == MAP_FAILED) fail_msg("cannot reserve %lld bytes of addresses", (long long)bytes);
+    return map;
+}
+
 static inline int is_poison(const void *data, size_t bytes) {
     return test_is_byte(data, (const char *)data + bytes, TEST_POISON);
 }
@@ -162,7 +173,8 @@ static inline double *normal_values(int64_t n, dkv_type type, double deviation) 
 /* ---- patterns and plans -------------------------------------------------- */
 
 /* Bits in clumps, so that there are short and long runs. */
-static inline oracle_pattern random_pattern(int L, int H, int Hkv, int D, int64_t W, int64_t S, int64_t R, double density) {
+static inline oracle_pattern random_pattern(int L, int H, int Hkv, int D, int64_t W, int64_t S, int64_t R,
+                                            double density) {
     int64_t n = (int64_t)L * H * D;
     oracle_pattern o = {L, H, Hkv, D, W, S, R, guarded((size_t)n, 1)};
     for (int64_t i = 0; i < n; i++) o.M[i] = i && rnd() & 1 ? o.M[i - 1] : rnd_uniform() < density;

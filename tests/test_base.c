@@ -99,7 +99,7 @@ static void convert_nan(void) {
 static void convert_lengths(void) {
     for (int n = 0; n < 70; n++)
         for (int pair = 0; pair < 9; pair++) {
-            dkv_type a = (dkv_type)(pair / 3), b = (dkv_type)(pair % 3);
+            dkv_type a = type_at(pair / 3), b = type_at(pair);
             int64_t ea = oracle_bytes(a), eb = oracle_bytes(b);
             AT("%d from %s to %s", n, dkv_type_name(a), dkv_type_name(b));
             char *src = guarded((size_t)(n * ea) + 1, 1), *dst = guarded((size_t)(n * eb) + 1, 1);

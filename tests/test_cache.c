@@ -99,13 +99,16 @@ static void check_cache(const world *w, const dkv_cache *c, int64_t n_tail) {
     attend(w, c, got);
     for (int l = 0; l < L; l++) {
         CHECK_INT(dkv_cache_tail(c, l), n_tail);
-        oracle_attention o = {H, HKV, D_K, D_V, N_Q, w->T_c, n_tail, w->q, w->k[l], w->v[l], w->k[l] + w->T_c * HKV * D_K,
-                              w->v[l] + w->T_c * HKV * D_V, w->keep + l * HKV * w->T_c, 1 / sqrt(D_K), 0, NULL};
+        oracle_attention o = {H, HKV, D_K, D_V, N_Q, w->T_c, n_tail, w->q, w->k[l], w->v[l],
+                              w->k[l] + w->T_c * HKV * D_K, w->v[l] + w->T_c * HKV * D_V,
+                              w->keep + l * HKV * w->T_c, 1 / sqrt(D_K), 0, NULL};
         double magnitude = oracle_attend(&o, want, lse), v_max = 6;
         tolerance tol = tolerances[w->type][dkv_simd_level()];
-        for (int i = 0; i < N_OUT / L; i++)
-            if (!(fabs((double)got[l * N_OUT / L + i] - want[i]) <= tolerance_out(tol, D_K, magnitude, v_max)))
-                fail_msg("at %s: layer %d out %d is %g, not %g", test_at, l, i, (double)got[l * N_OUT / L + i], want[i]);
+        for (int i = 0; i < N_OUT / L; i++) {
+            double x = (double)got[l * N_OUT / L + i];
+            if (!(fabs(x - want[i]) <= tolerance_out(tol, D_K, magnitude, v_max)))
+                fail_msg("at %s: layer %d out %d is %g, not %g", test_at, l, i, x, want[i]);
+        }
         for (int i = 0; i < N_LSE / L; i++) {
             double x = (double)got[N_OUT + l * N_LSE / L + i];
             CHECK(x == lse[i] || fabs(x - lse[i]) <= tolerance_lse(tol, D_K, magnitude, lse[i]));
@@ -133,13 +136,14 @@ static void life_cycle(void) {
     static const int T_c[] = {0, 1, 15, 16, 61, 100};
     for (int c = 0; c < COUNT(T_c) * 3; c++) {
         world w;
-        make_world(&w, (dkv_type)(c % 3), T_c[c / 3]);
+        make_world(&w, type_at(c), T_c[c / 3]);
         AT("%s T_c %d", dkv_type_name(w.type), (int)w.T_c);
         dkv_cache *cache = make_cache(&w, 40);
         const dkv_shape *s = dkv_cache_shape(cache);
         CHECK(s->L == L && s->H == H && s->Hkv == HKV && s->d_k == D_K && s->d_v == D_V);
-        CHECK(dkv_cache_type(cache) == w.type && dkv_cache_capacity(cache) == 40 && dkv_cache_plan(cache)->T_c == w.T_c);
-        CHECK(dkv_cache_plan(cache)->runs != w.plan.runs && dkv_cache_plan(cache)->pattern_crc == w.plan.pattern_crc);
+        CHECK(dkv_cache_type(cache) == w.type && dkv_cache_capacity(cache) == 40);
+        const dkv_plan *plan = dkv_cache_plan(cache);
+        CHECK(plan->T_c == w.T_c && plan->runs != w.plan.runs && plan->pattern_crc == w.plan.pattern_crc);
         dkv_segment again = tokens(&w, 1, 0, w.T_c, THD);
         CHECK_RESULT(dkv_cache_pack(cache, 1, &again), DKV_ERR_STATE);
         check_cache(&w, cache, 0);
@@ -178,7 +182,7 @@ static void refusals(void) {
     BAD(bad.H = 5, DKV_F16, DKV_ERR_SHAPE);      BAD(bad.d_k = 0, DKV_F16, DKV_ERR_SHAPE);
     BAD(bad.d_v = 577, DKV_F16, DKV_ERR_SHAPE);  BAD((void)bad, (dkv_type)3, DKV_ERR_TYPE);
 #undef BAD
-    dkv_plan wide = plan_of_mask(NULL, 256, 256, 0); /* 2^16 heads * 2^36 rows * 2^12 bytes: no product may wrap around */
+    dkv_plan wide = plan_of_mask(NULL, 256, 256, 0); /* 2^16 heads * 2^36 rows * 2^12 bytes must not wrap around */
     bad = (dkv_shape){256, 256, 256, 512, 512};
     CHECK_RESULT(dkv_cache_create(&c, &wide, &bad, DKV_F32, (int64_t)1 << 36, &w.alloc), DKV_ERR_MEMORY);
     bad = shape;
@@ -208,7 +212,7 @@ static void refusals(void) {
 static void forks(void) {
     for (int round = 0; round < 24; round++) {
         world w, other;
-        make_world(&other, (dkv_type)(round % 3), 61);
+        make_world(&other, type_at(round), 61);
         make_world(&w, other.type, 61);
         other.plan = w.plan, other.keep = w.keep;
         for (int l = 0; l < L; l++) { /* the same context, another conversation after token 64 */
@@ -221,7 +225,7 @@ static void forks(void) {
         for (int i = 1; i < 4; i++) CHECK_OK(dkv_cache_fork(&c[i], c[i - 1], 10 * i));
         CHECK_INT(dkv_cache_capacity(c[3]), 30);
         check_same(&w, c[0], c[3]);
-        for (int l = 0; l < L; l++) CHECK(dkv_cache_context(c[0], l).packed->data == dkv_cache_context(c[3], l).packed->data);
+        for (int l = 0; l < L; l++) CHECK(dkv_cache_context(c[0], l).packed == dkv_cache_context(c[3], l).packed);
         append(&w, c[0], 5);
         append(&other, c[1], 6);
         CHECK_OK(dkv_cache_truncate(c[2], 1));
@@ -244,7 +248,7 @@ static void forks(void) {
 static void recompress(void) {
     for (int c = 0; c < 9; c++) {
         world w;
-        make_world(&w, (dkv_type)(c % 3), 50);
+        make_world(&w, type_at(c), 50);
         dkv_cache *cache = make_cache(&w, 30), *next;
         for (int turn = 0; turn < 3; turn++) {
             int64_t n = 3 + 10 * (c / 3) + turn, T_1 = w.T_c;
@@ -281,7 +285,7 @@ static unsigned char *save(const dkv_cache *c, size_t *bytes) {
 static void save_and_restore(void) {
     for (int c = 0; c < 12; c++) {
         world w;
-        make_world(&w, (dkv_type)(c % 3), c / 3 % 2 ? 61 : 0);
+        make_world(&w, type_at(c), c / 3 % 2 ? 61 : 0);
         AT("case %d", c);
         dkv_cache *cache = make_cache(&w, 20), *restored = NULL;
         append(&w, cache, c);

@@ -24,7 +24,8 @@ static problem make(dkv_type type, int layout, int64_t T_c, int Hkv, int d_k, in
                  guarded((size_t)(Hkv * T_c), 1), {0}, {0}};
     for (int64_t i = 0; i < Hkv * T_c; i++) p.keep[i] = rnd_below(5) < 2 + i / T_c % 3;
     p.plan = plan_of_mask(p.keep, 1, Hkv, T_c);
-    p.source = dkv_strided(new_tensor(layout, type, T_c, Hkv, d_k), new_tensor((layout + 1) % LAYOUTS, type, T_c, Hkv, d_v), T_c);
+    p.source = dkv_strided(new_tensor(layout, type, T_c, Hkv, d_k),
+                           new_tensor((layout + 1) % LAYOUTS, type, T_c, Hkv, d_v), T_c);
     put_kept(&p, &p.source.k, p.k, d_k);
     put_kept(&p, &p.source.v, p.v, d_v);
     return p;
@@ -40,8 +41,8 @@ static void check_rows(const problem *p, const dkv_tensor *t, dkv_type packed, c
     for (int64_t i = 0; i < p->T_c; i++) {
         for (int j = 0; j < d && p->keep[g * p->T_c + i]; j++) {
             double want = oracle_round(t->type, oracle_round(packed, x[(i * p->Hkv + g) * d + j]));
-            if (oracle_get(t, row, g, j) != want)
-                fail_msg("at %s: head %d position %d dim %d: %a, not %a", test_at, g, (int)i, j, oracle_get(t, row, g, j), want);
+            double got = oracle_get(t, row, g, j);
+            if (got != want) fail_msg("at %s: head %d row %d dim %d: %a, not %a", test_at, g, (int)row, j, got, want);
         }
         row += p->keep[g * p->T_c + i];
     }
@@ -60,10 +61,11 @@ static void check_unpack(const problem *p, const dkv_packed *packed, dkv_type to
 
 static void types_and_layouts(void) {
     for (int c = 0; c < 9 * LAYOUTS * 2; c++) {
-        dkv_type from = (dkv_type)(c % 3), to = (dkv_type)(c / 3 % 3);
+        dkv_type from = type_at(c), to = type_at(c / 3);
         int layout = c / 9 % LAYOUTS;
         problem p = make(from, layout, 1 + rnd_below(100), 1 + c % 3, 1 + (int)rnd_below(70), 1 + (int)rnd_below(70));
-        AT("%s to %s, layout %d, d %d and %d, T_c %d", dkv_type_name(from), dkv_type_name(to), layout, p.d_k, p.d_v, (int)p.T_c);
+        AT("%s to %s, layout %d, d %d %d, T_c %d", dkv_type_name(from), dkv_type_name(to), layout, p.d_k, p.d_v,
+           (int)p.T_c);
         dkv_packed packed = pack(&p, to);
         CHECK(packed.type == to && packed.Hkv == p.Hkv && packed.d_k == p.d_k && packed.d_v == p.d_v);
         CHECK(packed.rows == p.plan.rows);
@@ -75,10 +77,45 @@ static void types_and_layouts(void) {
 
 static void dimensions(void) {
     for (int c = 0; c < COUNT(dims) * COUNT(dims); c++) {
-        problem p = make((dkv_type)(c % 3), c % LAYOUTS, 15 + c % 4, 2, dims[c % COUNT(dims)], dims[c / COUNT(dims)]);
-        AT("d %d and %d from %s", p.d_k, p.d_v, dkv_type_name((dkv_type)(c % 3)));
+        problem p = make(type_at(c), c % LAYOUTS, 15 + c % 4, 2, dims[c % COUNT(dims)], dims[c / COUNT(dims)]);
+        AT("d %d and %d from %s", p.d_k, p.d_v, dkv_type_name(type_at(c)));
         dkv_packed packed = pack(&p, (dkv_type)(c % 2 * 2));
         check_unpack(&p, &packed, DKV_F32, HEAD_MAJOR);
+        CHECK(test_release());
+    }
+}
+
+/* Where the header says that element (row, j) of K or V lies, in elements from the head's start. */
+static int64_t k_place(dkv_type type, int64_t row, int64_t j, int64_t d) {
+    int64_t block = row / 16 * 16 * (type == DKV_F32 ? d : (d + 1) / 2 * 2); /* whole cache lines */
+    return block + (type == DKV_BF16 ? (j / 2 * 16 + row % 16) * 2 + j % 2 : j * 16 + row % 16);
+}
+
+static int64_t v_place(dkv_type type, int64_t row, int64_t j, int64_t d) {
+    int64_t width = (d + 15) / 16 * 16;
+    return type == DKV_BF16 ? (row / 2 * width + j) * 2 + row % 2 : row * width + j;
+}
+
+static void documented_layout(void) {
+    for (int c = 0; c < 30; c++) {
+        dkv_type type = type_at(c);
+        problem p = make(type, THD, 70, 3, 1 + c % 7, 10 + c);
+        dkv_packed packed = pack(&p, type);
+        const char *k = packed.data, *v;
+        int64_t e = oracle_bytes(type), blocks = 0;
+        for (int g = 0; g < 3; g++) blocks += (p.plan.rows[g] + 15) / 16;
+        v = k + k_place(type, 16 * blocks, 0, p.d_k) * e;
+        for (int g = 0; g < 3; g++) {
+            for (int64_t i = 0, row = 0; i < 70; row += p.keep[g * 70 + i++]) {
+                AT("%s head %d row %d", dkv_type_name(type), g, (int)row);
+                for (int j = 0; j < p.d_k && p.keep[g * 70 + i]; j++)
+                    CHECK(oracle_load(k + k_place(type, row, j, p.d_k) * e, type) == p.k[(i * 3 + g) * p.d_k + j]);
+                for (int j = 0; j < p.d_v && p.keep[g * 70 + i]; j++)
+                    CHECK(oracle_load(v + v_place(type, row, j, p.d_v) * e, type) == p.v[(i * 3 + g) * p.d_v + j]);
+            }
+            k += k_place(type, (p.plan.rows[g] + 15) / 16 * 16, 0, p.d_k) * e;
+            v += v_place(type, (p.plan.rows[g] + 15) / 16 * 16, 0, p.d_v) * e;
+        }
         CHECK(test_release());
     }
 }
@@ -86,15 +123,15 @@ static void dimensions(void) {
 /* One layout for every level: the same bytes. */
 static void same_bytes_at_every_level(void) {
     for (int c = 0; c < 27; c++) {
-        problem p = make((dkv_type)(c % 3), c % LAYOUTS, 60, 2, dims[c % COUNT(dims)], dims[(c + 4) % COUNT(dims)]);
+        problem p = make(type_at(c), c % LAYOUTS, 60, 2, dims[c % COUNT(dims)], dims[(c + 4) % COUNT(dims)]);
         size_t bytes;
         AT("case %d", c);
         dkv_simd_limit(DKV_SIMD_SCALAR);
-        CHECK_OK(dkv_pack(&(dkv_packed){0}, NULL, &bytes, (dkv_type)(c / 3 % 3), &p.plan, 0, p.d_k, p.d_v, &p.source));
-        dkv_packed scalar = pack(&p, (dkv_type)(c / 3 % 3));
+        CHECK_OK(dkv_pack(&(dkv_packed){0}, NULL, &bytes, type_at(c / 3), &p.plan, 0, p.d_k, p.d_v, &p.source));
+        dkv_packed scalar = pack(&p, type_at(c / 3));
         for (int level = 1; level <= (int)dkv_simd_supported(); level++) {
             dkv_simd_limit((dkv_simd)level);
-            dkv_packed other = pack(&p, (dkv_type)(c / 3 % 3));
+            dkv_packed other = pack(&p, type_at(c / 3));
             CHECK(!memcmp(scalar.data, other.data, bytes));
         }
         CHECK(test_release());
@@ -104,8 +141,8 @@ static void same_bytes_at_every_level(void) {
 /* Packing what was packed: the survivors of the survivors. */
 static void from_packed(void) {
     for (int c = 0; c < 36; c++) {
-        problem p = make((dkv_type)(c % 3), THD, 1 + rnd_below(90), 2, dims[c % COUNT(dims)], dims[(c + 3) % COUNT(dims)]);
-        dkv_type first = (dkv_type)(c / 3 % 3), second = (dkv_type)(c / 9 % 3);
+        problem p = make(type_at(c), THD, 1 + rnd_below(90), 2, dims[c % COUNT(dims)], dims[(c + 3) % COUNT(dims)]);
+        dkv_type first = type_at(c / 3), second = type_at(c / 9);
         AT("case %d, %s then %s", c, dkv_type_name(first), dkv_type_name(second));
         dkv_plan all = plan_of_mask(NULL, 1, 2, p.T_c);
         dkv_packed dense = pack_layer(&all, first, p.d_k, p.d_v, &p.source); /* its evicted rows are NaN, too */
@@ -120,8 +157,9 @@ static void from_packed(void) {
 
 static void front(void) {
     for (int c = 0; c < 6 * LAYOUTS; c++) {
-        dkv_type type = (dkv_type)(c % 3);
-        problem p = make(type, c % LAYOUTS, 1 + rnd_below(100), 1 + c % 3, dims[c % COUNT(dims)], dims[(c + 5) % COUNT(dims)]);
+        dkv_type type = type_at(c);
+        int d_k = dims[c % COUNT(dims)], d_v = dims[(c + 5) % COUNT(dims)];
+        problem p = make(type, c % LAYOUTS, 1 + rnd_below(100), 1 + c % 3, d_k, d_v);
         AT("case %d, layout %d", c, c % LAYOUTS);
         CHECK_OK(dkv_pack_front(p.source.k, p.source.v, &p.plan, 0, p.d_k, p.d_v));
         for (int g = 0; g < p.Hkv; g++) {
@@ -194,8 +232,7 @@ static void errors(void) {
 /* Strides past 2^31 and 2^32 bytes, over memory that is mostly never touched. */
 static void far_strides(void) {
     const int64_t far = ((int64_t)3 << 30) + 12;
-    char *map = mmap(NULL, (size_t)(far * 6), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (map == MAP_FAILED) fail_msg("cannot reserve 18 GiB of addresses");
+    char *map = reserve(far * 6);
     for (int c = 0; c < 3; c++) {
         problem p = make(DKV_F32, THD, 3, 2, 3, 2);
         dkv_tensor k = {map, DKV_F32, far, 64, 4}, v = {map + 4096, DKV_F32, 64, far, far * 2};
@@ -217,6 +254,7 @@ int main(void) {
     static const test_case cases[] = {
         {"types and layouts", types_and_layouts, 1},
         {"dimensions", dimensions, 1},
+        {"documented layout", documented_layout, 1},
         {"same bytes at every level", same_bytes_at_every_level, 0},
         {"from packed", from_packed, 1},
         {"front-packed in place", front, 1},

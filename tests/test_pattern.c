@@ -46,7 +46,8 @@ static void golden_read(void) {
     CHECK_OK(dkv_pattern_read(&p, one, ONE_BYTES));
     CHECK(p.L == 1 && p.H == 2 && p.Hkv == 1 && p.D == 66 && p.d == 64 && p.budget == DKV_BUDGET_LOGICAL);
     CHECK(p.W == 128 && p.S == 128 && p.R == 1024 && p.rho == 0.25 && p.K == 5);
-    CHECK(p.data_hash == 0x1122334455667788u && p.seed == 42 && !strcmp(p.model, "golden") && !strcmp(p.tool, "by hand"));
+    CHECK(p.data_hash == 0x1122334455667788u && p.seed == 42);
+    CHECK(!strcmp(p.model, "golden") && !strcmp(p.tool, "by hand"));
     CHECK(p.bits == one + 256 && p.p == NULL);
     CHECK_INT(dkv_pattern_crc(&p), 0xAF05A472u);
     for (int h = 0; h < 2; h++)
@@ -104,10 +105,8 @@ static void bit_flips(void) {
         for (size_t bit = 0; bit < full * 8; bit++) {
             AT("golden %d, bit %zu", which, bit);
             image[bit / 8] ^= (unsigned char)(1 << bit % 8);
-            size_t byte = bit / 8;
-            check_refused(image, full, byte < 8 ? DKV_ERR_MAGIC : byte < 12 ? DKV_ERR_VERSION
-                                       : byte >= 16 && byte < 24 ? DKV_ERR_LENGTH : dkv_pattern_read(&(dkv_pattern){0}, image, full));
-            CHECK(dkv_pattern_read(&(dkv_pattern){0}, image, full) != DKV_OK);
+            check_refused(image, full, bit < 64 ? DKV_ERR_MAGIC : bit < 128 ? DKV_ERR_VERSION
+                                       : bit < 192 ? DKV_ERR_LENGTH : DKV_ERR_CRC);
             image[bit / 8] ^= (unsigned char)(1 << bit % 8);
         }
     }
@@ -152,8 +151,7 @@ static void fields(void) {
         unsigned char *image = golden(1);
         for (int k = 0; k < table[i].bytes; k++) image[table[i].at + k] = (unsigned char)(table[i].value >> 8 * k);
         AT("%s, old CRC", table[i].what);
-        dkv_result stale = dkv_pattern_read(&(dkv_pattern){0}, image, TWO_BYTES);
-        CHECK(stale == DKV_ERR_CRC || stale == table[i].want);
+        check_refused(image, TWO_BYTES, table[i].at <= 16 ? table[i].want : DKV_ERR_CRC);
         fix_crc(image, TWO_BYTES);
         AT("%s", table[i].what);
         if (table[i].want) check_refused(image, TWO_BYTES, table[i].want);
@@ -181,7 +179,7 @@ static void check_in_memory(void) {
 static void round_trip(void) {
     static const int D[] = {1, 2, 63, 64, 65, 127, 128, 129, 1013};
     for (int i = 0; i < 4 * COUNT(D); i++) {
-        int Hkv = 1 + (int)rnd_below(3), H = Hkv * (1 + (int)rnd_below(4)), L = 1 + (int)rnd_below(3), n = D[i % COUNT(D)];
+        int Hkv = 1 + (int)rnd_below(3), H = Hkv * (1 + (int)rnd_below(4)), L = 1 + i % 3, n = D[i % COUNT(D)];
         AT("L %d H %d Hkv %d D %d", L, H, Hkv, n);
         oracle_pattern o = random_pattern(L, H, Hkv, n, 1 + rnd_below(200), rnd_below(200), rnd_below(2000), 0.4);
         dkv_pattern p = pattern_of(&o), q;

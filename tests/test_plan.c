@@ -118,7 +118,8 @@ static void check_plan_memory(const dkv_pattern *p, int64_t T_c, dkv_beyond beyo
     CHECK_INT(need, (2 * heads + 1) * 8 + plan.first[heads] * (int64_t)sizeof(dkv_run));
 }
 
-static void check_stats(const oracle_pattern *o, const dkv_pattern *p, const unsigned char *keep, int64_t T_c, dkv_beyond b) {
+static void check_stats(const oracle_pattern *o, const dkv_pattern *p, const unsigned char *keep, int64_t T_c,
+                        dkv_beyond b) {
     int64_t kept = 0, compressible = 0, compressible_kept = 0, ones = 0, reached = 0;
     for (int f = 0; f < o->L * o->Hkv; f++)
         for (int64_t i = 0; i < T_c; i++) {
@@ -229,8 +230,8 @@ static void from_positions_errors(void) {
         memset(mem, TEST_POISON, sizeof mem);
         char *aligned = mem + (8 - (uintptr_t)mem % 8) % 8;
         bytes -= 8;
-        CHECK_RESULT(dkv_plan_from_positions(&plan, aligned, &bytes, table[i].L, table[i].Hkv, table[i].T_c, table[i].at,
-                                             table[i].counts), table[i].want);
+        CHECK_RESULT(dkv_plan_from_positions(&plan, aligned, &bytes, table[i].L, table[i].Hkv, table[i].T_c,
+                                             table[i].at, table[i].counts), table[i].want);
         if (table[i].want) CHECK(is_poison(mem, sizeof mem));
     }
 }
@@ -262,7 +263,7 @@ static void refine(void) {
 /* The closed forms: packed from rows, alloc equal to what packing asks for. */
 static void bytes_of_plans(void) {
     for (int c = 0; c < 60; c++) {
-        dkv_type type = (dkv_type)(c % 3);
+        dkv_type type = type_at(c);
         dkv_shape s = {2, 6, 3, 1 + (int)rnd_below(200), 1 + (int)rnd_below(200)};
         unsigned char keep[6 * 70];
         for (int i = 0; i < COUNT(keep); i++) keep[i] = rnd() & 1;
@@ -271,7 +272,8 @@ static void bytes_of_plans(void) {
         for (int f = 0; f < 6; f++) rows += plan.rows[f];
         for (int l = 0; l < 2; l++) {
             size_t bytes;
-            dkv_segment source = dkv_strided(new_tensor(THD, type, 70, 3, s.d_k), new_tensor(THD, type, 70, 3, s.d_v), 70);
+            dkv_tensor k = new_tensor(THD, type, 70, 3, s.d_k), v = new_tensor(THD, type, 70, 3, s.d_v);
+            dkv_segment source = dkv_strided(k, v, 70);
             CHECK_OK(dkv_pack(&(dkv_packed){0}, NULL, &bytes, type, &plan, l, s.d_k, s.d_v, &source));
             alloc += (int64_t)bytes;
         }

@@ -1,5 +1,5 @@
-/* How far results may be from the oracle. Inputs are rounded to their types before both see them, so f32 arithmetic alone
-   makes the difference, whatever the type of the packed keys. Units of 2^-24. */
+/* How far results may be from the oracle, in units of 2^-24. Inputs are rounded to their types before both see them, so
+   f32 arithmetic alone makes the difference, whatever the type of the packed keys. */
 #ifndef TOLERANCE_H
 #define TOLERANCE_H
 
@@ -10,8 +10,8 @@
    |out - oracle| <= max |v| * (out * sqrt(d) * magnitude + sum) */
 typedef struct tolerance { double lse, out, sum; } tolerance;
 
-/* lse: q * scale is rounded once, then d products are added one after the other; d roundings of either sign make sqrt(d)
-        times one (measured 0.5 at d = 64). One key may own the row: its error is the row's.
+/* lse: q * scale is rounded once, then d products are added one after the other; d roundings of either sign make
+        sqrt(d) times one (measured 0.5 at d = 64). One key may own the row: its error is the row's.
    out: the same errors, but only their differences between keys move an output (measured 0.08).
    sum: exp is good to 2 units; sums over keys restart at every tile, so that thousands of keys lose no more. */
 static const tolerance tolerances[3][DKV_SIMD_COUNT] = {

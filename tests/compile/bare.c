@@ -13,6 +13,6 @@ int main(void) {
     int64_t mem[32];
     size_t bytes = sizeof mem;
     if (dkv_plan_from_positions(&plan, mem, &bytes, 1, 1, 0, NULL, NULL) != DKV_OK) return 1;
-    if (dkv_cache_create(&cache, &plan, &shape, DKV_F32, 4, NULL) != DKV_ERR_MEMORY) return 2; /* no default allocator */
+    if (dkv_cache_create(&cache, &plan, &shape, DKV_F32, 4, NULL) != DKV_ERR_MEMORY) return 2; /* no malloc */
     return failed_assertions;
 }
