@@ -117,10 +117,18 @@ static void add_bias(float *y, const weight *w, int64_t n) {
         for (int64_t r = 0; r < rows; r++) y[i * rows + r] += w->bias[r];
 }
 
-/* y[n][rows] = x[n][cols] w[rows][cols]^T, y's rows ldy apart */
+/* y[n][rows] = x[n][cols] w[rows][cols]^T, y's rows ldy apart. Each thread calls a one-threaded OpenBLAS for its share of
+   the rows: OpenBLAS's own pool would fight with OpenMP's for the cores, and which pool it has differs by package. */
 static void gemm(float *y, int64_t ldy, const float *x, const float *w, int64_t n, int64_t rows, int64_t cols) {
-    int ld = (int)cols;
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)n, (int)rows, ld, 1, x, ld, w, ld, 0, y, (int)ldy);
+    #pragma omp parallel
+    {
+        int64_t ith = omp_get_thread_num(), nth = omp_get_num_threads(), units = (rows + 15) / 16;
+        int64_t first = units * ith / nth * 16, end = units * (ith + 1) / nth * 16, ld = cols;
+        if (end > rows) end = rows;
+        if (first < end)
+            cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)n, (int)(end - first), (int)cols, 1, x, (int)ld,
+                        w + first * ld, (int)ld, 0, y + first, (int)ldy);
+    }
 }
 
 /* One row by the weights as they are: each is read once. */
@@ -434,10 +442,12 @@ static bool prefill(lm_model *m, dkv_cache *const *caches, int n_caches, const a
     for (int l = 0; l < m->p.shape.L; l++) {
         if (!run_layer(m, a, l, (target){dense, 0, l == m->p.shape.L - 1}, options)) return false;
         dkv_segment kv = dkv_cache_tail_segment(dense, 0);
+        double start = omp_get_wtime();
         for (int i = 0; i < n_caches; i++) {
             dkv_result r = dkv_cache_pack(caches[i], l, &kv);
             if (r) return fail(m, "packing layer %d: %s", l, dkv_result_string(r));
         }
+        if (options && options->pack_s) *options->pack_s += omp_get_wtime() - start;
         dkv_cache_truncate(dense, 0);
     }
     return true;
@@ -691,7 +701,7 @@ int lm_open(lm_model **out, const char *path, int threads, char *err, size_t err
     if (!m) return snprintf(err, err_size, "%s: no memory", path), -1;
     m->threads = threads;
     omp_set_num_threads(threads);
-    openblas_set_num_threads(threads);
+    openblas_set_num_threads(1); /* see gemm */
     if (gguf_open(&m->file, path, err, err_size)) return lm_close(m), -1;
     bool ok = load(&o);
     free(o.used);

@@ -44,6 +44,7 @@ typedef struct {
     const dkv_allocator *alloc;                       /* of the dense layer; NULL: malloc */
     void (*progress)(void *user, double done_of_one); /* NULL, or called now and then, last with 1 */
     void *user;
+    double *pack_s;                                   /* NULL, or gets the seconds spent packing added */
 } lm_prefill_options;
 
 /* Runs tokens[n], the context from position 0 on, and packs every layer into each of the n_caches >= 1 caches, which
