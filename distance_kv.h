@@ -32,7 +32,7 @@
        }
 
    DOES NOT: learn patterns (yet), run on a GPU (yet), load models, choose positions from the query, evict while
-   decoding, re-rotate K, quantise below 16 bits (yet), or print, exit, abort and allocate behind your back.
+   decoding, re-rotate K, or print, exit, abort and allocate behind your back.
 
    CONTENTS: grep for the tag
      [API]      all public types and functions; stop after it if you only want to use the library
@@ -132,12 +132,17 @@ DKV_API const char *dkv_version(void);
 
 /* ---- element types and tensors ------------------------------------------- */
 
-typedef enum dkv_type { DKV_F32 = 0, DKV_F16 = 1, DKV_BF16 = 2 } dkv_type;
+/* Tensors are f32, f16 or bf16. Packed data may also be int8 or fp8 e4m3fn (largest value 448), with one f32 scale per
+   (layer, KV head, channel), K and V apart: |error| <= scale / 2 for i8 where scale = max |x| / 127 of the channel, and
+   <= max(|x| / 16, scale / 1024) for fp8 where scale = max |x| / 448. A channel of zeros has scale 1; one with a NaN or
+   infinity has scale NaN, so that it shows. Queries are never quantised, and tails stay in 16 bits. */
+typedef enum dkv_type { DKV_F32 = 0, DKV_F16 = 1, DKV_BF16 = 2, DKV_I8 = 3, DKV_FP8 = 4 } dkv_type;
 
-DKV_API const char *dkv_type_name(dkv_type t);                    /* "f32", "f16", "bf16"; "?" otherwise */
-DKV_API int64_t     dkv_type_bytes(dkv_type t);                   /* 4, 2, 2; 0 otherwise */
+DKV_API const char *dkv_type_name(dkv_type t);                    /* "f32", "f16", "bf16", "i8", "fp8"; else "?" */
+DKV_API int64_t     dkv_type_bytes(dkv_type t);                   /* 4, 2, 2, 1, 1; 0 otherwise */
 
-/* dst[n] of type to <- src[n] of type from, both contiguous and of any alignment; rounds to nearest even. */
+/* dst[n] of type to <- src[n] of type from, both contiguous and of any alignment; rounds to nearest even. i8 and fp8
+   have no scale here and saturate. */
 DKV_API void dkv_convert(void *dst, dkv_type to, const void *src, dkv_type from, int64_t n);
 
 /* A strided view [token][head][dim] of memory that stays yours. Byte strides may be anything, also negative or
@@ -316,8 +321,8 @@ DKV_API dkv_result dkv_dry_run(dkv_stats *out, const dkv_pattern *p, int64_t T_c
 
 typedef struct dkv_shape { int32_t L, H, Hkv, d_k, d_v; } dkv_shape; /* d in 1..576 */
 
-/* Closed forms. packed = rows * (d_k + d_v) * element bytes over all (layer, KV head); alloc adds the padding of the
-   packed layout; dense is packed for all T_c positions. */
+/* Closed forms. packed = rows * (d_k + d_v) * element bytes over all (layer, KV head), and for i8 and fp8 their scales,
+   (d_k + d_v) * 4 bytes each; alloc adds the padding of the packed layout; dense is packed for all T_c positions. */
 DKV_API int64_t dkv_kv_bytes_packed(const dkv_plan *plan, const dkv_shape *s, dkv_type type);
 DKV_API int64_t dkv_kv_bytes_alloc(const dkv_plan *plan, const dkv_shape *s, dkv_type type);
 DKV_API int64_t dkv_kv_bytes_dense(const dkv_shape *s, dkv_type type, int64_t T_c);
@@ -325,9 +330,10 @@ DKV_API int64_t dkv_kv_bytes_dense(const dkv_shape *s, dkv_type type, int64_t T_
 /* ---- pack ---------------------------------------------------------------- */
 
 /* One layer's K and V in the packed layout, which depends on type and d only, never on the SIMD level. Per KV head:
-     K  blocks of 16 tokens, whole cache lines each: f32, f16 [d_k][16]; bf16 [d_k/2][16][2] (odd d_k: one more)
-     V  by token: f32, f16 [d_v']; bf16 in pairs of tokens [d_v'][2]; d_v' = d_v rounded up to 16
-   capacity rows each, a multiple of 16; K of all heads first, then V. Reads never depend on bytes past rows[g]. */
+     K  blocks of 16 tokens, whole cache lines each: f32, f16 [d_k][16]; bf16 [d_k/2][16][2]; i8, fp8 [d_k/4][16][4]
+     V  by token: [d_v'], d_v' = d_v rounded up to 16; bf16 in pairs of tokens [d_v'][2]
+   capacity rows each, a multiple of 16; K of all heads first, then V, then for i8 and fp8 the scales [Hkv][d_k'], then
+   [Hkv][d_v'], f32. Reads never depend on bytes past rows[g]. */
 typedef struct dkv_packed {
     void          *data;  /* 64-byte aligned */
     dkv_type       type;
@@ -348,7 +354,7 @@ DKV_API dkv_segment dkv_strided(dkv_tensor k, dkv_tensor v, int64_t n);
 
 /* Packs the survivors of layer l, in order. source holds all plan->T_c positions (row i = position i) of
    K [T_c][Hkv][d_k] and V [T_c][Hkv][d_v], K already rotated. mem NULL: *bytes = size needed. out refers to
-   plan->rows: keep the plan. Rounds to type; a NaN stays a NaN. CAPACITY, ALIGN, OVERLAP, SHAPE, TYPE. */
+   plan->rows: keep the plan. Rounds to type, see dkv_type. CAPACITY, ALIGN, OVERLAP, SHAPE, TYPE. */
 DKV_API dkv_result dkv_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type type, const dkv_plan *plan, int l,
                             int d_k, int d_v, const dkv_segment *source);
 
@@ -356,7 +362,7 @@ DKV_API dkv_result dkv_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type 
    segment {.k, .v, .rows = plan->rows + l * Hkv}. */
 DKV_API dkv_result dkv_pack_front(dkv_tensor k, dkv_tensor v, const dkv_plan *plan, int l, int d_k, int d_v);
 
-/* The plain way back: rows of KV head g to tensors [rows][Hkv][d]. Exact when the types agree. */
+/* The plain way back: rows of KV head g to tensors [rows][Hkv][d], with scales applied. Exact when the types agree. */
 DKV_API dkv_result dkv_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *packed, int g);
 
 /* ---- attention ----------------------------------------------------------- */
@@ -400,7 +406,8 @@ DKV_API dkv_result dkv_attend_combine(const dkv_attention *a, int64_t n, void *w
 
 /* ---- cache --------------------------------------------------------------- */
 
-/* L packed layers (immutable once packed, shared between forks) and a tail of at most capacity tokens per layer.
+/* L packed layers (immutable once packed, shared between forks) and a tail of at most capacity tokens per layer, of the
+   same type (f16 beside i8 and fp8).
    One allocation each for the shared part and the tail. Destroying the last fork frees the shared part. */
 typedef struct dkv_cache dkv_cache;
 
@@ -424,7 +431,7 @@ DKV_API dkv_result dkv_cache_truncate(dkv_cache *c, int64_t n);      /* every la
 DKV_API dkv_result dkv_cache_fork(dkv_cache **out, const dkv_cache *c, int64_t capacity);
 
 /* The next turn: a new cache of the context so far (T_c + tail tokens), compressed by refining the plan (see
-   dkv_plan_refine). All tails must be of one length (STATE). c is unchanged. */
+   dkv_plan_refine). All tails must be of one length (STATE). c is unchanged. i8 and fp8 are rounded anew. */
 DKV_API dkv_result dkv_cache_recompress(dkv_cache **out, const dkv_cache *c, const dkv_pattern *p, dkv_beyond beyond,
                                         int64_t capacity);
 
@@ -516,10 +523,17 @@ DKV_API const char *dkv_result_string(dkv_result r) {
 }
 
 DKV_API const char *dkv_type_name(dkv_type t) {
-    return t == DKV_F32 ? "f32" : t == DKV_F16 ? "f16" : t == DKV_BF16 ? "bf16" : "?";
+    static const char *const names[] = {"f32", "f16", "bf16", "i8", "fp8"};
+    return (unsigned)t <= DKV_FP8 ? names[t] : "?";
 }
 
-DKV_API int64_t dkv_type_bytes(dkv_type t) { return t == DKV_F32 ? 4 : t == DKV_F16 || t == DKV_BF16 ? 2 : 0; }
+DKV_API int64_t dkv_type_bytes(dkv_type t) {
+    static const int8_t bytes[] = {4, 2, 2, 1, 1};
+    return (unsigned)t <= DKV_FP8 ? bytes[t] : 0;
+}
+
+DKV__INLINE int dkv__tensor_type_ok(dkv_type t) { return (unsigned)t <= DKV_BF16; }
+DKV__INLINE int dkv__scaled(dkv_type t) { return t == DKV_I8 || t == DKV_FP8; }
 
 DKV_API dkv_tensor dkv_thd(const void *data, dkv_type type, int64_t heads, int64_t d) {
     int64_t    e = dkv_type_bytes(type);
@@ -532,7 +546,7 @@ DKV_API dkv_tensor dkv_thd(const void *data, dkv_type type, int64_t heads, int64
     return t;
 }
 
-/* ---- 16-bit floats ---- */
+/* ---- 16-bit and 8-bit elements ---- */
 
 DKV__INLINE uint32_t dkv__bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 DKV__INLINE float dkv__float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
@@ -561,6 +575,29 @@ DKV__INLINE uint16_t dkv__f16_from_f32(float x) {
         return (uint16_t)(sign | (dkv__bits_of(dkv__float_of(rest) + 0.5f) - 0x3f000000u));
     }
     return (uint16_t)(sign | ((rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13));
+}
+
+/* Saturates: the largest is 448 = 0x7e, 0x7f is NaN. */
+DKV__INLINE uint8_t dkv__fp8_from_f32(float x) {
+    uint32_t u = dkv__bits_of(x), sign = u >> 24 & 0x80u, rest = u & 0x7fffffffu;
+    if (rest > 0x7f800000u) return (uint8_t)(sign | 0x7fu);
+    if (rest >= 0x43e00000u) return (uint8_t)(sign | 0x7eu);
+    if (rest < 0x3c800000u) { /* below 2^-6: adding 2^14 rounds to a multiple of 2^-9, to nearest even */
+        return (uint8_t)(sign | (dkv__bits_of(dkv__float_of(rest) + 16384.0f) - 0x46800000u));
+    }
+    return (uint8_t)(sign | ((rest - 0x3c000000u + 0x7ffffu + (rest >> 20 & 1u)) >> 20));
+}
+
+/* The bits as an f32 exponent and mantissa, 120 powers of two too low. */
+DKV__INLINE float dkv__f32_from_fp8(uint8_t b) {
+    if ((b & 0x7fu) == 0x7fu) return dkv__float_of((uint32_t)(b & 0x80u) << 24 | 0x7fc00000u);
+    return dkv__float_of((uint32_t)(b & 0x80u) << 24 | (uint32_t)(b & 0x7fu) << 20) * 0x1p120f;
+}
+
+/* Saturates at 127 either way; NaN is 0 (its scale is NaN). Adding 1.5 * 2^23 rounds to nearest even. */
+DKV__INLINE int8_t dkv__i8_from_f32(float x) {
+    if (!(x > -127.0f)) return (int8_t)(x <= -127.0f ? -127 : 0);
+    return x >= 127.0f ? 127 : (int8_t)(int32_t)(dkv__bits_of(x + 12582912.0f) - 0x4b400000u);
 }
 
 /* ---- little-endian bytes of any alignment ---- */
@@ -679,7 +716,7 @@ typedef struct dkv__kernels {
 DKV__INLINE int64_t dkv__group_rows(int64_t rest, int64_t max) { return dkv__ceil_div(rest, dkv__ceil_div(rest, max)); }
 
 /* Dimensions in 64 bytes of a K block: leaves take as many in a step, so a block is whole cache lines. */
-DKV__INLINE int dkv__k_step(dkv_type type) { return type == DKV_F32 ? 1 : 2; }
+DKV__INLINE int dkv__k_step(dkv_type type) { return type == DKV_F32 ? 1 : dkv__scaled(type) ? 4 : 2; }
 
 DKV__INLINE int64_t dkv__k_block_bytes(dkv_type type, int64_t d) { return dkv__ceil_div(d, dkv__k_step(type)) * 64; }
 DKV__INLINE int64_t dkv__v_width(int64_t d) { return dkv__round_up(d, 16); }
@@ -724,7 +761,8 @@ DKV__INLINE float dkv__softcap(float s, float c) {
 
 /* lane t of K dimension j in a packed block */
 DKV__INLINE int64_t dkv__k_index(dkv_type type, int64_t j, int64_t t) {
-    return type == DKV_BF16 ? (j / 2 * DKV__BLOCK + t) * 2 + j % 2 : j * DKV__BLOCK + t;
+    const int64_t pack = type == DKV_BF16 ? 2 : dkv__scaled(type) ? 4 : 1; /* dimensions side by side */
+    return (j / pack * DKV__BLOCK + t) * pack + j % pack;
 }
 /* dimension j of V row t, width dv */
 DKV__INLINE int64_t dkv__v_index(dkv_type type, int64_t dv, int64_t t, int64_t j) {
@@ -738,17 +776,22 @@ DKV__INLINE float dkv__element(const void *p, dkv_type type) { /* any alignment 
         memcpy(&x, p, 4);
         return x;
     }
+    if (type == DKV_I8) return (float)*(const int8_t *)p;
+    if (type == DKV_FP8) return dkv__f32_from_fp8(*(const uint8_t *)p);
     memcpy(&h, p, 2);
     return type == DKV_F16 ? dkv__f32_from_f16(h) : dkv__f32_from_bf16(h);
 }
 
 DKV__INLINE void dkv__set_element(void *p, dkv_type type, float x) {
-    if (type == DKV_F32) {
-        memcpy(p, &x, 4);
-        return;
+    uint16_t h;
+    switch (type) {
+    case DKV_F32: memcpy(p, &x, 4); return;
+    case DKV_I8: *(int8_t *)p = dkv__i8_from_f32(x); return;
+    case DKV_FP8: *(uint8_t *)p = dkv__fp8_from_f32(x); return;
+    default:
+        h = type == DKV_F16 ? dkv__f16_from_f32(x) : dkv__bf16_from_f32(x);
+        memcpy(p, &h, 2);
     }
-    uint16_t h = type == DKV_F16 ? dkv__f16_from_f32(x) : dkv__bf16_from_f32(x);
-    memcpy(p, &h, 2);
 }
 
 DKV__PRIVATE void dkv__load_scalar(float *dst, const void *src, dkv_type type, int64_t n) {
@@ -825,7 +868,7 @@ DKV__PRIVATE void dkv__axpy_scalar(float *o, float w, const float *x, int64_t n)
 #define DKV__AVX2        __attribute__((target("avx2,fma,f16c")))
 #define DKV__AVX2_INLINE static inline __attribute__((always_inline, unused, target("avx2,fma,f16c")))
 
-DKV__AVX2_INLINE __m256 dkv__load8_avx2(const void *p, dkv_type type) { /* 8 consecutive elements */
+DKV__AVX2_INLINE __m256 dkv__load8_avx2(const void *p, dkv_type type) { /* 8 consecutive elements, not bytes */
     if (type == DKV_F32) return _mm256_loadu_ps((const float *)p);
     __m128i h = _mm_loadu_si128((const __m128i *)p);
     if (type == DKV_F16) return _mm256_cvtph_ps(h);
@@ -838,10 +881,38 @@ DKV__AVX2_INLINE __m256 dkv__pair8_avx2(__m256i pairs, int which) {
                                      : _mm256_slli_epi32(pairs, 16));
 }
 
+/* 8 lanes of sign-extended bytes; fp8 as in dkv__f32_from_fp8, but for NaN */
+DKV__AVX2_INLINE __m256 dkv__bytes8_avx2(__m256i x, dkv_type type) {
+    if (type == DKV_I8) return _mm256_cvtepi32_ps(x);
+    x = _mm256_and_si256(_mm256_slli_epi32(x, 20), _mm256_set1_epi32((int)0x87f00000u));
+    return _mm256_mul_ps(_mm256_castsi256_ps(x), _mm256_set1_ps(0x1p120f));
+}
+
+/* 8 tokens, from t on, of dimension i of a 64-byte line of a K block */
+DKV__AVX2_INLINE __m256 dkv__k8_avx2(const char *line, dkv_type type, int t, int i) {
+    if (type == DKV_F32 || type == DKV_F16) {
+        return dkv__load8_avx2(line + (i * DKV__BLOCK + t) * dkv_type_bytes(type), type);
+    }
+    __m256i x = _mm256_loadu_si256((const __m256i *)(line + t * 4));
+    if (type == DKV_BF16) return dkv__pair8_avx2(x, i);
+    x = _mm256_sllv_epi32(x, _mm256_set1_epi32(24 - 8 * i));
+    return dkv__bytes8_avx2(_mm256_srai_epi32(x, 24), type);
+}
+
+/* 8 columns of row t of V, dv wide */
+DKV__AVX2_INLINE __m256 dkv__v8_avx2(const char *v, dkv_type type, int64_t dv, int64_t t, int64_t column) {
+    if (type == DKV_BF16) {
+        return dkv__pair8_avx2(_mm256_loadu_si256((const __m256i *)(v + (t / 2 * dv + column) * 4)), (int)(t % 2));
+    }
+    const char *p = v + (t * dv + column) * dkv_type_bytes(type);
+    if (!dkv__scaled(type)) return dkv__load8_avx2(p, type);
+    return dkv__bytes8_avx2(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)), type);
+}
+
 DKV__PRIVATE DKV__AVX2 void dkv__load_avx2(float *dst, const void *src, dkv_type type, int64_t n) {
     const char *p = (const char *)src;
     int64_t     i = 0, e = dkv_type_bytes(type);
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, dkv__load8_avx2(p + i * e, type));
+    for (; !dkv__scaled(type) && i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, dkv__load8_avx2(p + i * e, type));
     dkv__load_scalar(dst + i, p + i * e, type, n - i);
 }
 
@@ -863,7 +934,7 @@ DKV__PRIVATE DKV__AVX2 void dkv__store_avx2(void *dst, dkv_type type, const floa
         memcpy(dst, src, (size_t)n * 4);
         return;
     }
-    for (; i + 8 <= n; i += 8) {
+    for (; !dkv__scaled(type) && i + 8 <= n; i += 8) {
         __m256  x = _mm256_loadu_ps(src + i);
         __m128i h = type == DKV_F16 ? _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT) : dkv__bf16x8_avx2(x);
         _mm_storeu_si128((__m128i *)(p + i * e), h);
@@ -874,7 +945,7 @@ DKV__PRIVATE DKV__AVX2 void dkv__store_avx2(void *dst, dkv_type type, const floa
 /* R rows x NB blocks of scores, kept in 2 * R * NB registers */
 DKV__AVX2_INLINE void dkv__scores_body_avx2(float *s, const float *q, int64_t ldq, const char *k, dkv_type type,
                                             int64_t d, const int R, const int NB) {
-    const int64_t e = dkv_type_bytes(type), block = dkv__k_block_bytes(type, d);
+    const int64_t block = dkv__k_block_bytes(type, d);
     const int     step = dkv__k_step(type);
     __m256        sum[6][2][2];
     DKV__UNROLL for (int r = 0; r < R; r++) {
@@ -885,14 +956,7 @@ DKV__AVX2_INLINE void dkv__scores_body_avx2(float *s, const float *q, int64_t ld
             const char *p = k + b * block;
             _mm_prefetch(p + DKV__AHEAD, _MM_HINT_T1);
             DKV__UNROLL for (int i = 0; i < step; i++) {
-                __m256 lo, hi;
-                if (type == DKV_BF16) {
-                    lo = dkv__pair8_avx2(_mm256_loadu_si256((const __m256i *)p), i);
-                    hi = dkv__pair8_avx2(_mm256_loadu_si256((const __m256i *)(p + 32)), i);
-                } else {
-                    lo = dkv__load8_avx2(p + i * DKV__BLOCK * e, type);
-                    hi = dkv__load8_avx2(p + (i * DKV__BLOCK + 8) * e, type);
-                }
+                __m256 lo = dkv__k8_avx2(p, type, 0, i), hi = dkv__k8_avx2(p, type, 8, i);
                 DKV__UNROLL for (int r = 0; r < R; r++) {
                     __m256 x = _mm256_broadcast_ss(q + r * ldq + j + i);
                     sum[r][b][0] = _mm256_fmadd_ps(x, lo, sum[r][b][0]);
@@ -937,9 +1001,13 @@ DKV__AVX2_INLINE void dkv__scores_rows_avx2(float *s, const float *q, int64_t ld
 DKV__PRIVATE DKV__AVX2 void dkv__scores_avx2(float *s, const float *q, int64_t ldq, int64_t m, const void *k,
                                              dkv_type type, int64_t d, int64_t n) {
     const char *p = (const char *)k;
-    if (type == DKV_F32) dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_F32, d, n);
-    else if (type == DKV_F16) dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_F16, d, n);
-    else dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_BF16, d, n);
+    switch (type) {
+    case DKV_F32: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_F32, d, n); break;
+    case DKV_F16: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_F16, d, n); break;
+    case DKV_BF16: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_BF16, d, n); break;
+    case DKV_I8: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_I8, d, n); break;
+    case DKV_FP8: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_FP8, d, n); break;
+    }
 }
 
 /* dkv__exp on 8 lanes; max keeps a NaN as its second operand */
@@ -1023,16 +1091,8 @@ DKV__AVX2_INLINE void dkv__mix_body_avx2(float *o, int64_t ldo, const float *p, 
     }
     for (int64_t t = 0; t < n; t++) {
         DKV__UNROLL for (int c = 0; c < NC; c++) {
-            const char *p16 = type == DKV_BF16 ? v + (t / 2 * dv + c * 16) * 4 : v + (t * dv + c * 16) * e;
-            __m256      lo, hi;
-            if (c * 16 * e % 64 == 0) _mm_prefetch(p16 + DKV__AHEAD, _MM_HINT_T1);
-            if (type == DKV_BF16) {
-                lo = dkv__pair8_avx2(_mm256_loadu_si256((const __m256i *)p16), (int)(t % 2));
-                hi = dkv__pair8_avx2(_mm256_loadu_si256((const __m256i *)(p16 + 32)), (int)(t % 2));
-            } else {
-                lo = dkv__load8_avx2(p16, type);
-                hi = dkv__load8_avx2(p16 + 8 * e, type);
-            }
+            __m256 lo = dkv__v8_avx2(v, type, dv, t, c * 16), hi = dkv__v8_avx2(v, type, dv, t, c * 16 + 8);
+            if (c * 16 * e % 64 == 0) _mm_prefetch(v + (t * dv + c * 16) * e + DKV__AHEAD, _MM_HINT_T1);
             DKV__UNROLL for (int r = 0; r < R; r++) {
                 __m256 w = _mm256_broadcast_ss(p + r * DKV__TILE + t);
                 sum[r][c][0] = _mm256_fmadd_ps(w, lo, sum[r][c][0]);
@@ -1080,9 +1140,13 @@ DKV__PRIVATE DKV__AVX2 void dkv__mix_avx2(float *o, int64_t ldo, const float *p,
     for (int64_t t = 0; t < n; t += DKV__STRIP, p += DKV__STRIP, alpha = dkv__ones) {
         const char *vt = (const char *)v + t * row;
         int64_t     k = dkv__min(n - t, DKV__STRIP);
-        if (type == DKV_F32) dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_F32, dv, k);
-        else if (type == DKV_F16) dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_F16, dv, k);
-        else dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_BF16, dv, k);
+        switch (type) {
+        case DKV_F32: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_F32, dv, k); break;
+        case DKV_F16: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_F16, dv, k); break;
+        case DKV_BF16: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_BF16, dv, k); break;
+        case DKV_I8: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_I8, dv, k); break;
+        case DKV_FP8: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_FP8, dv, k); break;
+        }
     }
 }
 
@@ -1104,14 +1168,34 @@ DKV__PRIVATE DKV__AVX2 void dkv__axpy_avx2(float *o, float w, const float *x, in
 #define DKV__AVX512        __attribute__((target("avx512f,avx2,fma,f16c")))
 #define DKV__AVX512_INLINE static inline __attribute__((always_inline, unused, target("avx512f,avx2,fma,f16c")))
 
-DKV__AVX512_INLINE __m512 dkv__load16_avx512(const void *p, dkv_type type) { /* f32 or f16 */
-    if (type == DKV_F32) return _mm512_loadu_ps(p);
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-}
-
 DKV__AVX512_INLINE __m512 dkv__pair16_avx512(__m512i pairs, int which) {
     return _mm512_castsi512_ps(which ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u))
                                      : _mm512_slli_epi32(pairs, 16));
+}
+
+DKV__AVX512_INLINE __m512 dkv__bytes16_avx512(__m512i x, dkv_type type) {
+    if (type == DKV_I8) return _mm512_cvtepi32_ps(x);
+    x = _mm512_and_si512(_mm512_slli_epi32(x, 20), _mm512_set1_epi32((int)0x87f00000u));
+    return _mm512_mul_ps(_mm512_castsi512_ps(x), _mm512_set1_ps(0x1p120f));
+}
+
+/* the 16 tokens of dimension i of a 64-byte line of a K block */
+DKV__AVX512_INLINE __m512 dkv__k16_avx512(const char *line, dkv_type type, int i) {
+    if (type == DKV_F32) return _mm512_loadu_ps(line);
+    if (type == DKV_F16) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(line + i * 32)));
+    __m512i x = _mm512_loadu_si512(line);
+    if (type == DKV_BF16) return dkv__pair16_avx512(x, i);
+    x = _mm512_sllv_epi32(x, _mm512_set1_epi32(24 - 8 * i));
+    return dkv__bytes16_avx512(_mm512_srai_epi32(x, 24), type);
+}
+
+/* 16 columns of row t + i of V, dv wide; bf16: t even */
+DKV__AVX512_INLINE __m512 dkv__v16_avx512(const char *v, dkv_type type, int64_t dv, int64_t t, int i, int64_t column) {
+    if (type == DKV_BF16) return dkv__pair16_avx512(_mm512_loadu_si512(v + (t / 2 * dv + column) * 4), i);
+    const char *p = v + ((t + i) * dv + column) * dkv_type_bytes(type);
+    if (type == DKV_F32) return _mm512_loadu_ps(p);
+    if (type == DKV_F16) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+    return dkv__bytes16_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)), type);
 }
 
 /* R rows x NB blocks of scores, kept in R * NB <= 16 registers. Odd d: q and the block end in a zero. */
@@ -1127,10 +1211,8 @@ DKV__AVX512_INLINE void dkv__scores_body_avx512(float *s, const float *q, int64_
         DKV__UNROLL for (int i = 0; i < step; i++) {
             __m512 kb[4];
             DKV__UNROLL for (int b = 0; b < NB; b++) {
-                const char *p = k + b * block;
-                kb[b] = type == DKV_BF16 ? dkv__pair16_avx512(_mm512_loadu_si512(p), i)
-                                         : dkv__load16_avx512(p + i * 32, type);
-                if (i == 0) _mm_prefetch(p + DKV__AHEAD, _MM_HINT_T1);
+                kb[b] = dkv__k16_avx512(k + b * block, type, i);
+                if (i == 0) _mm_prefetch(k + b * block + DKV__AHEAD, _MM_HINT_T1);
             }
             DKV__UNROLL for (int r = 0; r < R; r++) {
                 __m512 x = _mm512_set1_ps(q[r * ldq + j + i]);
@@ -1171,9 +1253,13 @@ DKV__AVX512_INLINE void dkv__scores_rows_avx512(float *s, const float *q, int64_
 DKV__PRIVATE DKV__AVX512 void dkv__scores_avx512(float *s, const float *q, int64_t ldq, int64_t m, const void *k,
                                                  dkv_type type, int64_t d, int64_t n) {
     const char *p = (const char *)k;
-    if (type == DKV_F32) dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_F32, d, n);
-    else if (type == DKV_F16) dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_F16, d, n);
-    else dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_BF16, d, n);
+    switch (type) {
+    case DKV_F32: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_F32, d, n); break;
+    case DKV_F16: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_F16, d, n); break;
+    case DKV_BF16: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_BF16, d, n); break;
+    case DKV_I8: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_I8, d, n); break;
+    case DKV_FP8: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_FP8, d, n); break;
+    }
 }
 
 DKV__AVX512_INLINE __m512 dkv__exp16_avx512(__m512 x) { /* dkv__exp on 16 lanes */
@@ -1242,10 +1328,10 @@ DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float 
             if (t + i == n) break; /* the second half of the last pair is slack: 0 * NaN would leak */
             __m512 vc[4];
             DKV__UNROLL for (int c = 0; c < NC; c++) {
-                const char *p16 = type == DKV_BF16 ? v + (t / 2 * dv + c * 16) * 4 : v + (t * dv + c * 16) * e;
-                vc[c] = type == DKV_BF16 ? dkv__pair16_avx512(_mm512_loadu_si512(p16), i)
-                                         : dkv__load16_avx512(p16, type);
-                if (i == 0 && c * 16 * e * step % 64 == 0) _mm_prefetch(p16 + DKV__AHEAD, _MM_HINT_T1);
+                vc[c] = dkv__v16_avx512(v, type, dv, t, i, c * 16);
+                if (i == 0 && c * 16 * e * step % 64 == 0) {
+                    _mm_prefetch(v + (t * dv + c * 16 * step) * e + DKV__AHEAD, _MM_HINT_T1);
+                }
             }
             DKV__UNROLL for (int r = 0; r < R; r++) {
                 __m512 w = _mm512_set1_ps(p[r * DKV__TILE + t + i]);
@@ -1287,9 +1373,13 @@ DKV__PRIVATE DKV__AVX512 void dkv__mix_avx512(float *o, int64_t ldo, const float
     for (int64_t t = 0; t < n; t += DKV__STRIP, p += DKV__STRIP, alpha = dkv__ones) {
         const char *vt = (const char *)v + t * row;
         int64_t     k = dkv__min(n - t, DKV__STRIP);
-        if (type == DKV_F32) dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_F32, dv, k);
-        else if (type == DKV_F16) dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_F16, dv, k);
-        else dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_BF16, dv, k);
+        switch (type) {
+        case DKV_F32: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_F32, dv, k); break;
+        case DKV_F16: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_F16, dv, k); break;
+        case DKV_BF16: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_BF16, dv, k); break;
+        case DKV_I8: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_I8, dv, k); break;
+        case DKV_FP8: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_FP8, dv, k); break;
+        }
     }
 }
 #if defined(__GNUC__) && !defined(__clang__)
@@ -1881,11 +1971,13 @@ DKV__PRIVATE int64_t dkv__rows_total(const int64_t *rows, int64_t n) {
 }
 
 DKV_API int64_t dkv_kv_bytes_packed(const dkv_plan *plan, const dkv_shape *s, dkv_type type) {
-    return dkv__rows_total(plan->rows, (int64_t)plan->L * plan->Hkv) * (s->d_k + s->d_v) * dkv_type_bytes(type);
+    int64_t heads = (int64_t)plan->L * plan->Hkv, d = s->d_k + s->d_v;
+    return dkv__rows_total(plan->rows, heads) * d * dkv_type_bytes(type) + (dkv__scaled(type) ? heads * d * 4 : 0);
 }
 
 DKV_API int64_t dkv_kv_bytes_dense(const dkv_shape *s, dkv_type type, int64_t T_c) {
-    return (int64_t)s->L * s->Hkv * T_c * (s->d_k + s->d_v) * dkv_type_bytes(type);
+    int64_t heads = (int64_t)s->L * s->Hkv, d = s->d_k + s->d_v;
+    return heads * T_c * d * dkv_type_bytes(type) + (dkv__scaled(type) ? heads * d * 4 : 0);
 }
 
 /* ==========================================================================
@@ -1911,8 +2003,13 @@ DKV__INLINE int64_t dkv__k_bytes(const dkv_packed *p) { /* all heads, padded so 
     return dkv__round_up(dkv__rows_before(p, p->Hkv) / DKV__BLOCK * dkv__k_block_bytes(p->type, p->d_k), DKV__ALIGN);
 }
 
-DKV__PRIVATE int64_t dkv__packed_bytes(const dkv_packed *p) {
+DKV__INLINE int64_t dkv__kv_bytes(const dkv_packed *p) { /* K and V: where the scales begin */
     return dkv__round_up(dkv__k_bytes(p) + dkv__rows_before(p, p->Hkv) * dkv__v_row_bytes(p->type, p->d_v), DKV__ALIGN);
+}
+
+DKV__PRIVATE int64_t dkv__packed_bytes(const dkv_packed *p) {
+    int64_t scales = dkv__scaled(p->type) ? p->Hkv * (dkv__v_width(p->d_k) + dkv__v_width(p->d_v)) * 4 : 0;
+    return dkv__kv_bytes(p) + dkv__round_up(scales, DKV__ALIGN);
 }
 
 /* One KV head of a packed layer. */
@@ -1921,6 +2018,7 @@ typedef struct dkv__head {
     dkv_type type;
     int64_t  d_k, d_v;
     int64_t  k_block, v_row; /* bytes */
+    float   *k_scale, *v_scale; /* [d_k], [d_v], or NULL where elements are the values */
 } dkv__head;
 
 DKV__PRIVATE dkv__head dkv__head_of(const dkv_packed *p, int64_t g) {
@@ -1933,6 +2031,12 @@ DKV__PRIVATE dkv__head dkv__head_of(const dkv_packed *p, int64_t g) {
     h.v_row = dkv__v_row_bytes(p->type, p->d_v);
     h.k = (char *)p->data + before / DKV__BLOCK * h.k_block;
     h.v = (char *)p->data + dkv__k_bytes(p) + before * h.v_row;
+    h.k_scale = h.v_scale = NULL;
+    if (dkv__scaled(p->type)) {
+        float *scales = (float *)(void *)((char *)p->data + dkv__kv_bytes(p));
+        h.k_scale = scales + g * dkv__v_width(p->d_k);
+        h.v_scale = scales + p->Hkv * dkv__v_width(p->d_k) + g * dkv__v_width(p->d_v);
+    }
     return h;
 }
 
@@ -1979,7 +2083,7 @@ DKV__PRIVATE void dkv__store_row(const dkv_tensor *t, int64_t token, int64_t hea
     else for (int64_t j = 0; j < d; j++) dkv__set_element(p + j * t->stride_dim, t->type, x[j]);
 }
 
-/* One row of K and V of a packed head, out and in through f32: exact, since f32 holds every type. */
+/* One row of K and V of a packed head as it is stored, without scales. Exact, as f32 holds every type. */
 DKV__PRIVATE void dkv__head_get(float *k, float *v, const dkv__head *h, int64_t row) {
     const char *kb = h->k + row / DKV__BLOCK * h->k_block;
     int64_t     e = dkv_type_bytes(h->type), t = row % DKV__BLOCK, dv = dkv__v_width(h->d_v);
@@ -1998,6 +2102,7 @@ DKV__PRIVATE void dkv__head_open(const dkv__head *h, int64_t row) {
 DKV__PRIVATE void dkv__head_set(const dkv__head *h, int64_t row, int64_t n, const float *k, const float *v,
                                 const dkv__kernels *f) {
     const int64_t e = dkv_type_bytes(h->type), dv = dkv__v_width(h->d_v), t0 = row % DKV__BLOCK;
+    const int64_t floats = h->k_block / e; /* of a block, padding included */
     char         *kb = h->k + row / DKV__BLOCK * h->k_block, *vb = h->v + (row - t0) * h->v_row;
     float         block[DKV__BLOCK * DKV__MAX_D];
     if (t0 == 0) dkv__head_open(h, row);
@@ -2006,11 +2111,11 @@ DKV__PRIVATE void dkv__head_set(const dkv__head *h, int64_t row, int64_t n, cons
             for (int64_t j = 0; j < h->d_k; j++) dkv__set_element(kb + dkv__k_index(h->type, j, t) * e, h->type, k[j]);
         }
     } else {
-        for (int64_t j = h->d_k; j < dkv__round_up(h->d_k, 2); j++) memset(block + j / 2 * 32, 0, 128);
+        memset(block + floats - 64 / e, 0, (size_t)(64 / e) * sizeof(float)); /* the line that padding is in */
         for (int64_t t = 0; t < n; t++, k += DKV__MAX_D) {
             for (int64_t j = 0; j < h->d_k; j++) block[dkv__k_index(h->type, j, t)] = k[j];
         }
-        f->store(kb, h->type, block, h->k_block / e);
+        f->store(kb, h->type, block, floats);
     }
     for (int64_t t = t0; t < t0 + n; t++, v += DKV__MAX_D) {
         if (h->type != DKV_BF16) {
@@ -2023,6 +2128,26 @@ DKV__PRIVATE void dkv__head_set(const dkv__head *h, int64_t row, int64_t n, cons
     }
 }
 
+DKV__INLINE void dkv__scale_row(float *x, const float *scale, int64_t d) {
+    for (int64_t j = 0; scale && j < d; j++) x[j] *= scale[j];
+}
+DKV__INLINE void dkv__unscale_row(float *x, const float *scale, int64_t d) {
+    for (int64_t j = 0; scale && j < d; j++) x[j] /= scale[j];
+}
+
+/* One row of KV head g of a segment, as values; from: its packed head, if it is packed. */
+DKV__PRIVATE void dkv__segment_get(float *k, float *v, const dkv_segment *s, const dkv__head *from, int64_t g,
+                                   int64_t row, int64_t d_k, int64_t d_v, const dkv__kernels *f) {
+    if (s->packed) {
+        dkv__head_get(k, v, from, row);
+        dkv__scale_row(k, from->k_scale, d_k);
+        dkv__scale_row(v, from->v_scale, d_v);
+    } else {
+        dkv__load_row(k, &s->k, row, g, d_k, f);
+        dkv__load_row(v, &s->v, row, g, d_v, f);
+    }
+}
+
 /* n rows of KV head g of a segment, from row src on, to rows dst.. of a packed head: at most a block at a time. */
 DKV__PRIVATE void dkv__copy_rows(const dkv__head *to, int64_t dst, const dkv_segment *s, int64_t g, int64_t src,
                                  int64_t n, const dkv__kernels *f) {
@@ -2032,14 +2157,26 @@ DKV__PRIVATE void dkv__copy_rows(const dkv__head *to, int64_t dst, const dkv_seg
         m = dkv__min(n, DKV__BLOCK - dst % DKV__BLOCK);
         for (int64_t i = 0; i < m; i++) {
             float *ki = k + i * DKV__MAX_D, *vi = v + i * DKV__MAX_D;
-            if (s->packed) {
-                dkv__head_get(ki, vi, &from, src + i);
-            } else {
-                dkv__load_row(ki, &s->k, src + i, g, to->d_k, f);
-                dkv__load_row(vi, &s->v, src + i, g, to->d_v, f);
-            }
+            dkv__segment_get(ki, vi, s, &from, g, src + i, to->d_k, to->d_v, f);
+            dkv__unscale_row(ki, to->k_scale, to->d_k);
+            dkv__unscale_row(vi, to->v_scale, to->d_v);
         }
         dkv__head_set(to, dst, m, k, v, f);
+    }
+}
+
+/* most[d] <- max |x|; NaN once a value is not finite (x - x is NaN then). */
+DKV__INLINE void dkv__track(float *most, const float *x, int64_t d) {
+    for (int64_t j = 0; j < d; j++) {
+        float a = fabsf(x[j]) + (x[j] - x[j]);
+        most[j] = a <= most[j] ? most[j] : a + (most[j] - most[j]);
+    }
+}
+
+/* Largest magnitudes -> scales of an 8-bit head (see dkv_type). */
+DKV__PRIVATE void dkv__scales_from(float *scale, dkv_type type, int64_t d) {
+    for (int64_t j = 0; j < d; j++) {
+        scale[j] = scale[j] == 0.0f ? 1.0f : scale[j] / (type == DKV_I8 ? 127.0f : 448.0f);
     }
 }
 
@@ -2050,9 +2187,8 @@ DKV__PRIVATE dkv_result dkv__segment_check(const dkv_segment *s, int64_t Hkv, in
     int empty = !s->packed && !s->rows && s->n == 0;
     if (empty) return DKV_OK; /* nothing is read: tensors may be left zero */
     if (s->packed && (s->packed->Hkv != Hkv || s->packed->d_k != d_k || s->packed->d_v != d_v)) return DKV_ERR_SHAPE;
-    if (s->packed ? !dkv_type_bytes(s->packed->type) : !dkv_type_bytes(s->k.type) || !dkv_type_bytes(s->v.type)) {
-        return DKV_ERR_TYPE;
-    }
+    if (s->packed && !dkv_type_bytes(s->packed->type)) return DKV_ERR_TYPE;
+    if (!s->packed && (!dkv__tensor_type_ok(s->k.type) || !dkv__tensor_type_ok(s->v.type))) return DKV_ERR_TYPE;
     for (int64_t g = 0; g < Hkv; g++) {
         int64_t rows = dkv__segment_rows(s, g);
         if (rows < 0 || rows > DKV__FAR) return DKV_ERR_SHAPE;
@@ -2071,15 +2207,55 @@ DKV__PRIVATE int dkv__segment_overlaps(const dkv_segment *s, int64_t Hkv, int64_
            dkv__overlap(r, dkv__tensor_range(&s->v, most, Hkv, d_v));
 }
 
-DKV__PRIVATE void dkv__pack_layer(const dkv_packed *to, const dkv_plan *plan, int l, const dkv_segment *source) {
+/* Where the rows of a plan's runs come from: a whole context, or a packed one and the suffix after its T_c. */
+typedef struct dkv__rows_of {
+    const dkv_segment *context, *suffix; /* suffix NULL: context holds every position as a row */
+    const dkv_plan    *old;              /* of context, when there is a suffix */
+} dkv__rows_of;
+
+/* Calls of copy_rows, or of track when the scales are still to be found, for a run of head f = l * Hkv + g. */
+DKV__PRIVATE void dkv__pack_rows(const dkv__head *to, int64_t dst, const dkv_segment *s, int64_t g, int64_t src,
+                                 int64_t n, int measure, const dkv__kernels *f) {
+    float     k[DKV__MAX_D], v[DKV__MAX_D];
+    dkv__head from = s->packed ? dkv__head_of(s->packed, g) : *to;
+    if (!measure) dkv__copy_rows(to, dst, s, g, src, n, f);
+    for (int64_t i = 0; measure && i < n; i++) {
+        dkv__segment_get(k, v, s, &from, g, src + i, to->d_k, to->d_v, f);
+        dkv__track(to->k_scale, k, to->d_k);
+        dkv__track(to->v_scale, v, to->d_v);
+    }
+}
+
+DKV__PRIVATE void dkv__pack_head(const dkv__head *to, const dkv_plan *plan, int l, int g, const dkv__rows_of *source,
+                                 int measure) {
     const dkv__kernels *f = dkv__simd();
-    for (int64_t g = 0; g < plan->Hkv; g++) {
-        int64_t   flat = (int64_t)l * plan->Hkv + g;
-        dkv__head head = dkv__head_of(to, g);
-        for (int64_t i = plan->first[flat]; i < plan->first[flat + 1]; i++) {
-            dkv_run r = plan->runs[i];
-            dkv__copy_rows(&head, r.row, source, g, r.pos, r.len, f);
+    int64_t             flat = (int64_t)l * plan->Hkv + g;
+    for (int64_t i = plan->first[flat]; i < plan->first[flat + 1]; i++) {
+        dkv_run r = plan->runs[i];
+        if (!source->suffix) {
+            dkv__pack_rows(to, r.row, source->context, g, r.pos, r.len, measure, f);
+            continue;
         }
+        int64_t packed = dkv__min(dkv__max(source->old->T_c - r.pos, 0), r.len); /* of one old run: they never touch */
+        if (packed) {
+            dkv__pack_rows(to, r.row, source->context, g, dkv_plan_row(source->old, l, g, r.pos), packed, measure, f);
+        }
+        int64_t row = r.pos + packed - source->old->T_c;
+        dkv__pack_rows(to, r.row + packed, source->suffix, g, row, r.len - packed, measure, f);
+    }
+}
+
+DKV__PRIVATE void dkv__pack_layer(const dkv_packed *to, const dkv_plan *plan, int l, const dkv__rows_of *source) {
+    for (int g = 0; g < plan->Hkv; g++) {
+        dkv__head head = dkv__head_of(to, g);
+        if (head.k_scale) {
+            memset(head.k_scale, 0, (size_t)dkv__v_width(head.d_k) * sizeof(float));
+            memset(head.v_scale, 0, (size_t)dkv__v_width(head.d_v) * sizeof(float));
+            dkv__pack_head(&head, plan, l, g, source, 1);
+            dkv__scales_from(head.k_scale, head.type, head.d_k);
+            dkv__scales_from(head.v_scale, head.type, head.d_v);
+        }
+        dkv__pack_head(&head, plan, l, g, source, 0);
     }
 }
 
@@ -2108,7 +2284,8 @@ DKV_API dkv_result dkv_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type 
     dkv_result r = dkv__source_check(source, plan, d_k, d_v);
     if (r) return r;
     if (dkv__segment_overlaps(source, plan->Hkv, d_k, d_v, dkv__byte_range(mem, need))) return DKV_ERR_OVERLAP;
-    dkv__pack_layer(&p, plan, l, source);
+    dkv__rows_of all = {source, NULL, NULL};
+    dkv__pack_layer(&p, plan, l, &all);
     *out = p;
     return DKV_OK;
 }
@@ -2124,7 +2301,7 @@ DKV__PRIVATE void dkv__move_row(const dkv_tensor *t, int64_t to, int64_t from, i
 DKV_API dkv_result dkv_pack_front(dkv_tensor k, dkv_tensor v, const dkv_plan *plan, int l, int d_k, int d_v) {
     DKV_ASSERT(l >= 0 && l < plan->L);
     if (!dkv__d_ok(d_k) || !dkv__d_ok(d_v)) return DKV_ERR_SHAPE;
-    if (!dkv_type_bytes(k.type) || !dkv_type_bytes(v.type)) return DKV_ERR_TYPE;
+    if (!dkv__tensor_type_ok(k.type) || !dkv__tensor_type_ok(v.type)) return DKV_ERR_TYPE;
     if (plan->T_c && k.data == v.data) return DKV_ERR_OVERLAP; /* rows would move twice */
     for (int64_t g = 0; g < plan->Hkv; g++) {
         int64_t flat = (int64_t)l * plan->Hkv + g;
@@ -2139,28 +2316,24 @@ DKV_API dkv_result dkv_pack_front(dkv_tensor k, dkv_tensor v, const dkv_plan *pl
     return DKV_OK;
 }
 
-/* Rows of KV head g to head `to` of strided tensors. */
-DKV__PRIVATE void dkv__unpack_head(const dkv_tensor *k, const dkv_tensor *v, int64_t to, const dkv_packed *packed,
-                                   int64_t g) {
-    const dkv__kernels *f = dkv__simd();
-    dkv__head           head = dkv__head_of(packed, g);
-    float               kx[DKV__MAX_D], vx[DKV__MAX_D];
-    for (int64_t row = 0; row < packed->rows[g]; row++) {
-        dkv__head_get(kx, vx, &head, row);
-        dkv__store_row(k, row, to, kx, packed->d_k, f);
-        dkv__store_row(v, row, to, vx, packed->d_v, f);
-    }
-}
-
 DKV_API dkv_result dkv_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *packed, int g) {
     DKV_ASSERT(g >= 0 && g < packed->Hkv);
-    if (!dkv_type_bytes(k.type) || !dkv_type_bytes(v.type)) return DKV_ERR_TYPE;
+    if (!dkv__tensor_type_ok(k.type) || !dkv__tensor_type_ok(v.type)) return DKV_ERR_TYPE;
     dkv__range from = dkv__byte_range(packed->data, (size_t)dkv__packed_bytes(packed));
     if (dkv__overlap(from, dkv__tensor_range(&k, packed->rows[g], g + 1, packed->d_k)) ||
         dkv__overlap(from, dkv__tensor_range(&v, packed->rows[g], g + 1, packed->d_v))) {
         return DKV_ERR_OVERLAP;
     }
-    dkv__unpack_head(&k, &v, g, packed, g);
+    const dkv__kernels *f = dkv__simd();
+    dkv__head           head = dkv__head_of(packed, g);
+    float               kx[DKV__MAX_D], vx[DKV__MAX_D];
+    for (int64_t row = 0; row < packed->rows[g]; row++) {
+        dkv__head_get(kx, vx, &head, row);
+        dkv__scale_row(kx, head.k_scale, head.d_k);
+        dkv__scale_row(vx, head.v_scale, head.d_v);
+        dkv__store_row(&k, row, g, kx, packed->d_k, f);
+        dkv__store_row(&v, row, g, vx, packed->d_v, f);
+    }
     return DKV_OK;
 }
 
@@ -2319,6 +2492,7 @@ typedef struct dkv__keys {
     dkv_type    type;
     int64_t     n, start; /* start: row in the segment */
     int         tail;
+    const float *k_scale, *v_scale;
 } dkv__keys;
 
 DKV__PRIVATE dkv__keys dkv__tile_keys(const dkv__item *it, int64_t tile, const dkv__scratch *x, const dkv__kernels *f) {
@@ -2336,6 +2510,8 @@ DKV__PRIVATE dkv__keys dkv__tile_keys(const dkv__item *it, int64_t tile, const d
     y.k = head.k + row / DKV__BLOCK * head.k_block;
     y.v = head.v + row * head.v_row;
     y.type = head.type;
+    y.k_scale = s->packed ? head.k_scale : NULL;
+    y.v_scale = s->packed ? head.v_scale : NULL;
     return y;
 }
 
@@ -2361,7 +2537,9 @@ DKV__PRIVATE void dkv__attend_tile(const dkv__item *it, const dkv__keys *y, cons
     }
 }
 
-DKV__PRIVATE void dkv__load_queries(const dkv__item *it, const dkv__scratch *x, const dkv__kernels *f) {
+/* Queries times scale, and times the channel scales of the segment that they will meet (NULL: none). */
+DKV__PRIVATE void dkv__load_queries(const dkv__item *it, const dkv__scratch *x, const float *k_scale,
+                                    const dkv__kernels *f) {
     const dkv_attention *a = it->a;
     const int64_t        G = a->H / a->Hkv;
     const float          scale = a->scale > 0.0f ? a->scale : 1.0f / sqrtf((float)a->d_k);
@@ -2370,6 +2548,7 @@ DKV__PRIVATE void dkv__load_queries(const dkv__item *it, const dkv__scratch *x, 
         float  *q = x->q + r * x->wk;
         dkv__load_row(q, &a->q, i, h, a->d_k, f);
         for (int64_t j = 0; j < a->d_k; j++) q[j] *= scale;
+        dkv__scale_row(q, k_scale, a->d_k);
         for (int64_t j = a->d_k; j < x->wk; j++) q[j] = 0.0f;
     }
 }
@@ -2395,16 +2574,22 @@ DKV__PRIVATE void dkv__finish_row(const dkv__item *it, int64_t r, float *o, floa
 
 DKV__PRIVATE void dkv__attend_item(const dkv__item *it, const dkv__scratch *x, void *ws, const dkv__kernels *f) {
     const int64_t wv = dkv__v_width(it->a->d_v);
-    dkv__load_queries(it, x, f);
     for (int64_t r = 0; r < it->rows; r++) {
         x->max[r] = -INFINITY;
         x->sum[r] = 0.0f;
     }
     memset(x->o, 0, (size_t)(it->rows * wv) * sizeof(float));
+    const float *v_scale = NULL; /* that o still lacks */
     for (int64_t t = it->tile; t < it->tile + it->tiles; t++) {
         dkv__keys y = dkv__tile_keys(it, t, x, f);
+        if (t == it->tile || (y.tail && y.start == 0)) { /* a segment begins */
+            for (int64_t r = 0; r < it->rows; r++) dkv__scale_row(x->o + r * wv, v_scale, it->a->d_v);
+            dkv__load_queries(it, x, y.k_scale, f);
+            v_scale = y.v_scale;
+        }
         dkv__attend_tile(it, &y, x, f);
     }
+    for (int64_t r = 0; r < it->rows; r++) dkv__scale_row(x->o + r * wv, v_scale, it->a->d_v);
     if (it->chunks == 1) {
         for (int64_t r = 0; r < it->rows; r++) dkv__finish_row(it, r, x->o + r * wv, x->max[r], x->sum[r], f);
         return;
@@ -2442,7 +2627,7 @@ DKV__PRIVATE int dkv__input_overlaps(const dkv_attention *a, dkv__range r) {
 DKV__PRIVATE dkv_result dkv__attention_check(const dkv_attention *a) {
     if (a->H < 1 || a->Hkv < 1 || a->H % a->Hkv || a->N_q < 0 || a->N_q > DKV__FAR) return DKV_ERR_SHAPE;
     if (!dkv__d_ok(a->d_k) || !dkv__d_ok(a->d_v)) return DKV_ERR_SHAPE;
-    if (!dkv_type_bytes(a->q.type) || !dkv_type_bytes(a->out.type)) return DKV_ERR_TYPE;
+    if (!dkv__tensor_type_ok(a->q.type) || !dkv__tensor_type_ok(a->out.type)) return DKV_ERR_TYPE;
     if (!(a->scale >= 0.0f) || !(a->softcap >= 0.0f)) return DKV_ERR_FIELD;
     dkv_result r = dkv__segment_check(&a->context, a->Hkv, a->d_k, a->d_v);
     if (!r) r = dkv__segment_check(&a->tail, a->Hkv, a->d_k, a->d_v);
@@ -2648,11 +2833,14 @@ DKV__PRIVATE void dkv__context_release(dkv__context *c) {
     }
 }
 
+DKV__INLINE dkv_type dkv__tail_type(dkv_type type) { return dkv__scaled(type) ? DKV_F16 : type; }
+
 /* A cache over context, whose reference it takes over (also when it fails). */
 DKV__PRIVATE dkv_result dkv__cache_over(dkv_cache **out, dkv__context *context, int64_t capacity) {
     const dkv_shape *s = &context->shape;
     int64_t          heads = (int64_t)s->L * s->Hkv;
-    dkv_packed       p = {NULL, context->type, s->Hkv, s->d_k, s->d_v, NULL, dkv__round_up(capacity, DKV__BLOCK)};
+    dkv_packed       p = {NULL, dkv__tail_type(context->type), s->Hkv, s->d_k, s->d_v, NULL,
+                          dkv__round_up(capacity, DKV__BLOCK)};
     size_t           layer = capacity ? (size_t)dkv__packed_bytes(&p) : 0, at = sizeof(dkv_cache);
     size_t           rows_at = dkv__take(&at, (size_t)heads * sizeof(int64_t), 8);
     size_t           tail_at = dkv__take(&at, (size_t)s->L * sizeof(dkv_packed), 8);
@@ -2705,7 +2893,8 @@ DKV_API dkv_result dkv_cache_pack(dkv_cache *c, int l, const dkv_segment *source
     if (x->packed[l]) return DKV_ERR_STATE;
     dkv_result r = dkv__source_check(source, &x->plan, x->shape.d_k, x->shape.d_v);
     if (r) return r;
-    dkv__pack_layer(&x->layers[l], &x->plan, l, source);
+    dkv__rows_of all = {source, NULL, NULL};
+    dkv__pack_layer(&x->layers[l], &x->plan, l, &all);
     x->packed[l] = 1;
     return DKV_OK;
 }
@@ -2800,23 +2989,6 @@ DKV_API dkv_result dkv_cache_fork(dkv_cache **out, const dkv_cache *c, int64_t c
     return r;
 }
 
-/* The rows of a refined plan's runs, from the old context where the run began there, then from the tail. */
-DKV__PRIVATE void dkv__repack_layer(const dkv_packed *to, const dkv_plan *plan, const dkv_cache *c, int l) {
-    const dkv__kernels *f = dkv__simd();
-    const dkv_plan     *old = &c->context->plan;
-    dkv_segment         context = dkv_cache_context(c, l), tail = dkv_cache_tail_segment(c, l);
-    for (int g = 0; g < plan->Hkv; g++) {
-        int64_t   flat = (int64_t)l * plan->Hkv + g;
-        dkv__head head = dkv__head_of(to, g);
-        for (int64_t i = plan->first[flat]; i < plan->first[flat + 1]; i++) {
-            dkv_run r = plan->runs[i];
-            int64_t packed = dkv__min(dkv__max(old->T_c - r.pos, 0), r.len); /* of one old run */
-            if (packed) dkv__copy_rows(&head, r.row, &context, g, dkv_plan_row(old, l, g, r.pos), packed, f);
-            dkv__copy_rows(&head, r.row + packed, &tail, g, r.pos + packed - old->T_c, r.len - packed, f);
-        }
-    }
-}
-
 DKV_API dkv_result dkv_cache_recompress(dkv_cache **out, const dkv_cache *c, const dkv_pattern *p, dkv_beyond beyond,
                                         int64_t capacity) {
     const dkv_allocator *alloc = &c->context->alloc;
@@ -2835,7 +3007,9 @@ DKV_API dkv_result dkv_cache_recompress(dkv_cache **out, const dkv_cache *c, con
     r = dkv_plan_refine(&plan, mem, &bytes, &c->context->plan, p, T_c, beyond);
     if (!r) r = dkv_cache_create(&fresh, &plan, &c->context->shape, c->context->type, capacity, alloc);
     for (int l = 0; !r && l < plan.L; l++) {
-        dkv__repack_layer(&fresh->context->layers[l], &plan, c, l);
+        dkv_segment  context = dkv_cache_context(c, l), suffix = dkv_cache_tail_segment(c, l);
+        dkv__rows_of both = {&context, &suffix, &c->context->plan};
+        dkv__pack_layer(&fresh->context->layers[l], &plan, l, &both);
         fresh->context->packed[l] = 1;
     }
     dkv__free(alloc, mem, bytes);
@@ -2850,8 +3024,8 @@ DKV_API dkv_result dkv_cache_recompress(dkv_cache **out, const dkv_cache *c, con
     12  4  header bytes = 128              128     runs of each (layer, KV head): L * Hkv * 8 bytes
     16  8  file bytes                              the runs: position, length, 8 bytes each
     24  4  L                                       tail rows of each layer: L * 8 bytes
-    28  4  H                                       per (layer, KV head): K [rows][d_k], V [rows][d_v],
-    32  4  Hkv                                         tail K [n][d_k], tail V [n][d_v]
+    28  4  H                                       per (layer, KV head): scales [d_k] and [d_v] f32 (i8, fp8 only),
+    32  4  Hkv                                         K [rows][d_k], V [rows][d_v], tail K [n][d_k], tail V [n][d_v]
     36  8  d_k, d_v (4 each)                       CRC32 over every byte before it, 4 bytes
     44  4  type
     48  8  T_c                             Elements are little-endian, as every host that this was built for is.
@@ -2860,12 +3034,20 @@ DKV_API dkv_result dkv_cache_recompress(dkv_cache **out, const dkv_cache *c, con
 #define DKV__CACHE_HEADER 128
 static const uint8_t dkv__cache_magic[8] = {'D', 'K', 'V', 'C', '\r', '\n', 0x1a, '\n'};
 
+/* One packed head in an image: scales, K, V. */
+DKV__INLINE int64_t dkv__image_head_bytes(dkv_type type, int64_t d_k, int64_t d_v, int64_t rows) {
+    return (rows * dkv_type_bytes(type) + (dkv__scaled(type) ? 4 : 0)) * (d_k + d_v);
+}
+
 DKV__PRIVATE size_t dkv__cache_image_bytes(const dkv_cache *c) {
     const dkv__context *x = c->context;
     int64_t             heads = (int64_t)x->shape.L * x->shape.Hkv;
-    int64_t             rows = dkv__rows_total(x->plan.rows, heads) + dkv__rows_total(c->rows, heads);
-    return (size_t)(DKV__CACHE_HEADER + heads * 8 + x->plan.first[heads] * 16 + x->shape.L * 8 +
-                    rows * (x->shape.d_k + x->shape.d_v) * dkv_type_bytes(x->type) + 4);
+    int64_t             bytes = DKV__CACHE_HEADER + heads * 8 + x->plan.first[heads] * 16 + x->shape.L * 8 + 4;
+    for (int64_t f = 0; f < heads; f++) {
+        bytes += dkv__image_head_bytes(x->type, x->shape.d_k, x->shape.d_v, x->plan.rows[f]);
+        bytes += dkv__image_head_bytes(dkv__tail_type(x->type), x->shape.d_k, x->shape.d_v, c->rows[f]);
+    }
+    return (size_t)bytes;
 }
 
 DKV__PRIVATE void dkv__cache_header(uint8_t *out, const dkv_cache *c, size_t bytes) {
@@ -2886,29 +3068,42 @@ DKV__PRIVATE void dkv__cache_header(uint8_t *out, const dkv_cache *c, size_t byt
     dkv__put32(out + 64, x->plan.pattern_crc);
 }
 
-/* Plain [rows][d] K, then V, of one packed head: where they lie in an image at p. */
-DKV__PRIVATE dkv_segment dkv__image_rows(const uint8_t *p, const dkv__context *x, int64_t rows) {
-    int64_t e = dkv_type_bytes(x->type);
-    return dkv_strided(dkv_thd(p, x->type, 1, x->shape.d_k),
-                       dkv_thd(p + rows * x->shape.d_k * e, x->type, 1, x->shape.d_v), rows);
+DKV__PRIVATE uint8_t *dkv__image_put(uint8_t *out, const dkv_packed *p, int64_t g) {
+    const dkv__kernels *f = dkv__simd();
+    dkv__head           h = dkv__head_of(p, g);
+    int64_t             k_row = h.d_k * dkv_type_bytes(h.type), v_row = h.d_v * dkv_type_bytes(h.type);
+    float               k[DKV__MAX_D], v[DKV__MAX_D];
+    if (h.k_scale) {
+        memcpy(out, h.k_scale, (size_t)h.d_k * 4);
+        memcpy(out + h.d_k * 4, h.v_scale, (size_t)h.d_v * 4);
+        out += (h.d_k + h.d_v) * 4;
+    }
+    uint8_t *v_out = out + p->rows[g] * k_row;
+    for (int64_t row = 0; row < p->rows[g]; row++) {
+        dkv__head_get(k, v, &h, row);
+        f->store(out + row * k_row, h.type, k, h.d_k);
+        f->store(v_out + row * v_row, h.type, v, h.d_v);
+    }
+    return v_out + p->rows[g] * v_row;
 }
 
-DKV__INLINE int64_t dkv__image_rows_bytes(const dkv__context *x, int64_t rows) {
-    return rows * (x->shape.d_k + x->shape.d_v) * dkv_type_bytes(x->type);
-}
-
-DKV__PRIVATE uint8_t *dkv__image_put(uint8_t *out, const dkv__context *x, const dkv_packed *p, int64_t g) {
-    dkv_segment to = dkv__image_rows(out, x, p->rows[g]);
-    dkv__unpack_head(&to.k, &to.v, 0, p, g);
-    return out + dkv__image_rows_bytes(x, p->rows[g]);
-}
-
-DKV__PRIVATE const uint8_t *dkv__image_get(const uint8_t *in, const dkv__context *x, const dkv_packed *p, int64_t g,
-                                           int64_t rows) {
-    dkv_segment from = dkv__image_rows(in, x, rows);
-    dkv__head   head = dkv__head_of(p, g);
-    dkv__copy_rows(&head, 0, &from, 0, 0, rows, dkv__simd());
-    return in + dkv__image_rows_bytes(x, rows);
+DKV__PRIVATE const uint8_t *dkv__image_get(const uint8_t *in, const dkv_packed *p, int64_t g, int64_t rows) {
+    const dkv__kernels *f = dkv__simd();
+    dkv__head           h = dkv__head_of(p, g);
+    int64_t             k_row = h.d_k * dkv_type_bytes(h.type), v_row = h.d_v * dkv_type_bytes(h.type);
+    float               k[DKV__MAX_D], v[DKV__MAX_D];
+    if (h.k_scale) {
+        memcpy(h.k_scale, in, (size_t)h.d_k * 4);
+        memcpy(h.v_scale, in + h.d_k * 4, (size_t)h.d_v * 4);
+        in += (h.d_k + h.d_v) * 4;
+    }
+    const uint8_t *v_in = in + rows * k_row;
+    for (int64_t row = 0; row < rows; row++) {
+        f->load(k, in + row * k_row, h.type, h.d_k);
+        f->load(v, v_in + row * v_row, h.type, h.d_v);
+        dkv__head_set(&h, row, 1, k, v, f);
+    }
+    return v_in + rows * v_row;
 }
 
 DKV_API dkv_result dkv_cache_save(void *dst, size_t *bytes, const dkv_cache *c) {
@@ -2934,8 +3129,8 @@ DKV_API dkv_result dkv_cache_save(void *dst, size_t *bytes, const dkv_cache *c) 
     }
     for (int l = 0; l < x->shape.L; l++, out += 8) dkv__put64(out, (uint64_t)dkv_cache_tail(c, l));
     for (int64_t f = 0; f < heads; f++) {
-        out = dkv__image_put(out, x, &x->layers[f / x->shape.Hkv], f % x->shape.Hkv);
-        out = dkv__image_put(out, x, &c->tail[f / x->shape.Hkv], f % x->shape.Hkv);
+        out = dkv__image_put(out, &x->layers[f / x->shape.Hkv], f % x->shape.Hkv);
+        out = dkv__image_put(out, &c->tail[f / x->shape.Hkv], f % x->shape.Hkv);
     }
     dkv__put32(out, dkv__crc32(0, dst, need - 4));
     *bytes = need;
@@ -2971,7 +3166,7 @@ DKV__PRIVATE dkv_result dkv__image_read(dkv__image *m, const uint8_t *in, size_t
                        dkv__get_i32(in + 40)};
     if (s.L < 1 || s.L > most || s.Hkv < 1 || s.Hkv > most || s.H < 0 || s.H > most) return DKV_ERR_FIELD;
     if (s.H % s.Hkv || !dkv__d_ok(s.d_k) || !dkv__d_ok(s.d_v)) return DKV_ERR_SHAPE;
-    if (dkv__get32(in + 44) > DKV_BF16) return DKV_ERR_TYPE;
+    if (dkv__get32(in + 44) > DKV_FP8) return DKV_ERR_TYPE;
     m->shape = s;
     m->type = (dkv_type)dkv__get32(in + 44);
     m->T_c = dkv__get_i64(in + 48);
@@ -2984,14 +3179,16 @@ DKV__PRIVATE dkv_result dkv__image_read(dkv__image *m, const uint8_t *in, size_t
     m->spans = m->counts + heads * 8;
     m->tails = m->spans + m->runs * 16;
     m->rows = m->tails + (int64_t)s.L * 8;
-    int64_t row_bytes = (int64_t)(s.d_k + s.d_v) * dkv_type_bytes(m->type), run = 0;
+    int64_t run = 0;
     for (int64_t f = 0; f < heads; f++) {
         int64_t n = dkv__get_i64(m->counts + f * 8), tail = dkv__get_i64(m->tails + f / s.Hkv * 8);
         if (n < 0 || n > m->runs - run) return DKV_ERR_FIELD;
         int64_t rows = dkv__image_span_rows(m->spans + run * 16, n, m->T_c);
         if (rows < 0 || tail < 0) return DKV_ERR_FIELD;
-        if (tail > left || rows > left || (rows + tail) > left / row_bytes) return DKV_ERR_LENGTH;
-        left -= (rows + tail) * row_bytes;
+        if (tail > left || rows > left) return DKV_ERR_LENGTH; /* a row takes more than a byte: products stay small */
+        left -= dkv__image_head_bytes(m->type, s.d_k, s.d_v, rows);
+        left -= dkv__image_head_bytes(dkv__tail_type(m->type), s.d_k, s.d_v, tail);
+        if (left < 0) return DKV_ERR_LENGTH;
         run += n;
     }
     return run != m->runs ? DKV_ERR_FIELD : left ? DKV_ERR_LENGTH : DKV_OK;
@@ -3010,8 +3207,8 @@ DKV__PRIVATE void dkv__image_fill(dkv_cache *c, const dkv__image *m) {
     const uint8_t *in = m->rows;
     for (int64_t f = 0; f < (int64_t)m->shape.L * m->shape.Hkv; f++) {
         int64_t l = f / m->shape.Hkv, g = f % m->shape.Hkv, tail = dkv__get_i64(m->tails + l * 8);
-        in = dkv__image_get(in, x, &x->layers[l], g, x->plan.rows[f]);
-        in = dkv__image_get(in, x, &c->tail[l], g, tail);
+        in = dkv__image_get(in, &x->layers[l], g, x->plan.rows[f]);
+        in = dkv__image_get(in, &c->tail[l], g, tail);
         c->rows[f] = tail;
         x->packed[l] = 1;
     }
