@@ -140,6 +140,7 @@ typedef enum dkv_type { DKV_F32 = 0, DKV_F16 = 1, DKV_BF16 = 2, DKV_I8 = 3, DKV_
 
 DKV_API const char *dkv_type_name(dkv_type t);                    /* "f32", "f16", "bf16", "i8", "fp8"; else "?" */
 DKV_API int64_t     dkv_type_bytes(dkv_type t);                   /* 4, 2, 2, 1, 1; 0 otherwise */
+DKV_API dkv_type    dkv_tail_type(dkv_type packed);               /* of a cache's tail: f16 for i8 and fp8 */
 
 /* dst[n] of type to <- src[n] of type from, both contiguous and of any alignment; rounds to nearest even. i8 and fp8
    have no scale here and saturate. */
@@ -406,8 +407,8 @@ DKV_API dkv_result dkv_attend_combine(const dkv_attention *a, int64_t n, void *w
 
 /* ---- cache --------------------------------------------------------------- */
 
-/* L packed layers (immutable once packed, shared between forks) and a tail of at most capacity tokens per layer, of the
-   same type (f16 beside i8 and fp8).
+/* L packed layers (immutable once packed, shared between forks) and a tail of at most capacity tokens per layer, of
+   dkv_tail_type.
    One allocation each for the shared part and the tail. Destroying the last fork frees the shared part. */
 typedef struct dkv_cache dkv_cache;
 
@@ -534,6 +535,8 @@ DKV_API int64_t dkv_type_bytes(dkv_type t) {
 
 DKV__INLINE int dkv__tensor_type_ok(dkv_type t) { return (unsigned)t <= DKV_BF16; }
 DKV__INLINE int dkv__scaled(dkv_type t) { return t == DKV_I8 || t == DKV_FP8; }
+
+DKV_API dkv_type dkv_tail_type(dkv_type packed) { return dkv__scaled(packed) ? DKV_F16 : packed; }
 
 DKV_API dkv_tensor dkv_thd(const void *data, dkv_type type, int64_t heads, int64_t d) {
     int64_t    e = dkv_type_bytes(type);
@@ -2833,13 +2836,11 @@ DKV__PRIVATE void dkv__context_release(dkv__context *c) {
     }
 }
 
-DKV__INLINE dkv_type dkv__tail_type(dkv_type type) { return dkv__scaled(type) ? DKV_F16 : type; }
-
 /* A cache over context, whose reference it takes over (also when it fails). */
 DKV__PRIVATE dkv_result dkv__cache_over(dkv_cache **out, dkv__context *context, int64_t capacity) {
     const dkv_shape *s = &context->shape;
     int64_t          heads = (int64_t)s->L * s->Hkv;
-    dkv_packed       p = {NULL, dkv__tail_type(context->type), s->Hkv, s->d_k, s->d_v, NULL,
+    dkv_packed       p = {NULL, dkv_tail_type(context->type), s->Hkv, s->d_k, s->d_v, NULL,
                           dkv__round_up(capacity, DKV__BLOCK)};
     size_t           layer = capacity ? (size_t)dkv__packed_bytes(&p) : 0, at = sizeof(dkv_cache);
     size_t           rows_at = dkv__take(&at, (size_t)heads * sizeof(int64_t), 8);
@@ -3045,7 +3046,7 @@ DKV__PRIVATE size_t dkv__cache_image_bytes(const dkv_cache *c) {
     int64_t             bytes = DKV__CACHE_HEADER + heads * 8 + x->plan.first[heads] * 16 + x->shape.L * 8 + 4;
     for (int64_t f = 0; f < heads; f++) {
         bytes += dkv__image_head_bytes(x->type, x->shape.d_k, x->shape.d_v, x->plan.rows[f]);
-        bytes += dkv__image_head_bytes(dkv__tail_type(x->type), x->shape.d_k, x->shape.d_v, c->rows[f]);
+        bytes += dkv__image_head_bytes(dkv_tail_type(x->type), x->shape.d_k, x->shape.d_v, c->rows[f]);
     }
     return (size_t)bytes;
 }
@@ -3187,7 +3188,7 @@ DKV__PRIVATE dkv_result dkv__image_read(dkv__image *m, const uint8_t *in, size_t
         if (rows < 0 || tail < 0) return DKV_ERR_FIELD;
         if (tail > left || rows > left) return DKV_ERR_LENGTH; /* a row takes more than a byte: products stay small */
         left -= dkv__image_head_bytes(m->type, s.d_k, s.d_v, rows);
-        left -= dkv__image_head_bytes(dkv__tail_type(m->type), s.d_k, s.d_v, tail);
+        left -= dkv__image_head_bytes(dkv_tail_type(m->type), s.d_k, s.d_v, tail);
         if (left < 0) return DKV_ERR_LENGTH;
         run += n;
     }

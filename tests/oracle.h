@@ -10,57 +10,73 @@
 
 /* ---- element types ------------------------------------------------------- */
 
-/* The nearest value of the type, ties to even. */
-static inline double oracle_round(dkv_type type, double x) {
-    if (type == DKV_F32) return (double)(float)x;
-    if (x == 0 || !isfinite(x)) return x;
-    int digits = type == DKV_F16 ? 11 : 8, e_min = type == DKV_F16 ? -14 : -126, e;
-    frexp(x, &e);
-    double ulp = ldexp(1, (e - 1 < e_min ? e_min : e - 1) - digits + 1), r = rint(x / ulp) * ulp;
-    double max = type == DKV_F16 ? 65504.0 : ldexp(255, 120);
-    return fabs(r) > max ? copysign((double)INFINITY, x) : r;
+typedef struct oracle_format { int exponent, mantissa, bias; double max; } oracle_format; /* of a small float */
+
+static inline oracle_format oracle_format_of(dkv_type type) {
+    return type == DKV_F16 ? (oracle_format){5, 10, 15, 65504} : type == DKV_FP8 ? (oracle_format){4, 3, 7, 448}
+                           : (oracle_format){8, 7, 127, ldexp(255, 120)};
 }
 
-static inline double oracle_decode_f16(uint16_t bits) {
-    int e = bits >> 10 & 31, m = bits & 1023;
-    double a = e == 31 ? (m ? (double)NAN : (double)INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
-    return bits >> 15 ? -a : a;
+/* The nearest value of the type, ties to even. f16 and bf16 overflow to infinity, i8 and fp8 to their largest. */
+static inline double oracle_round(dkv_type type, double x) {
+    if (type == DKV_F32) return (double)(float)x;
+    if (type == DKV_I8) return isnan(x) ? 0 : fmax(-127, fmin(127, rint(x))) + 0.0; /* there is no -0 */
+    oracle_format f = oracle_format_of(type);
+    if (x == 0 || isnan(x)) return x;
+    int e;
+    frexp(x, &e);
+    double ulp = ldexp(1, (e < 2 - f.bias ? 2 - f.bias : e) - 1 - f.mantissa), r = isinf(x) ? x : rint(x / ulp) * ulp;
+    return fabs(r) <= f.max ? r : copysign(type == DKV_FP8 ? f.max : (double)INFINITY, x);
+}
+
+/* fp8 e4m3fn has no infinity, and NaN only where all bits are one. */
+static inline double oracle_decode(dkv_type type, unsigned bits) {
+    oracle_format f = oracle_format_of(type);
+    int e = (int)(bits >> f.mantissa) & ((1 << f.exponent) - 1), m = (int)bits & ((1 << f.mantissa) - 1);
+    int top = e == (1 << f.exponent) - 1;
+    double a = top && type == DKV_FP8 && m == 7 ? (double)NAN : top && type != DKV_FP8 ? m ? (double)NAN : (double)INFINITY
+             : e ? ldexp((1 << f.mantissa) + m, e - f.bias - f.mantissa) : ldexp(m, 1 - f.bias - f.mantissa);
+    return bits >> (f.exponent + f.mantissa) & 1 ? -a : a;
 }
 
 /* x must be a value of the type. */
-static inline uint16_t oracle_encode_f16(double x) {
+static inline unsigned oracle_encode(dkv_type type, double x) {
+    oracle_format f = oracle_format_of(type);
     int e;
     double a = fabs(x);
     frexp(a, &e);
-    unsigned bits = isnan(x) ? 0x7E00 : isinf(x) ? 0x7C00
-                  : a < ldexp(1, -14) ? (unsigned)ldexp(a, 24)
-                  : (unsigned)(e + 14) << 10 | ((unsigned)ldexp(a, 11 - e) & 1023);
-    return (uint16_t)(bits | (signbit(x) ? 0x8000u : 0));
+    unsigned ones = (1u << (f.exponent + f.mantissa)) - 1, fraction = (1u << f.mantissa) - 1;
+    unsigned bits = isnan(x) ? ones : isinf(x) ? ones - fraction
+                  : a < ldexp(1, 1 - f.bias) ? (unsigned)ldexp(a, f.bias - 1 + f.mantissa)
+                  : (unsigned)(e - 1 + f.bias) << f.mantissa | ((unsigned)ldexp(a, f.mantissa + 1 - e) & fraction);
+    return bits | (unsigned)(signbit(x) != 0) << (f.exponent + f.mantissa);
 }
 
 static inline int64_t oracle_bytes(dkv_type type) {
-    return type == DKV_F32 ? 4 : 2;
+    return type == DKV_F32 ? 4 : type == DKV_F16 || type == DKV_BF16 ? 2 : 1;
 }
 
 static inline double oracle_load(const void *src, dkv_type type) {
     float f;
     uint16_t half;
-    uint32_t word;
-    memcpy(&half, src, 2);
-    if (type == DKV_F16) return oracle_decode_f16(half);
-    if (type == DKV_F32) memcpy(&word, src, 4);
-    else word = (uint32_t)half << 16;
-    memcpy(&f, &word, 4);
-    return (double)f;
+    int8_t byte;
+    if (type == DKV_F32) return memcpy(&f, src, 4), (double)f;
+    if (oracle_bytes(type) == 2) return memcpy(&half, src, 2), oracle_decode(type, half);
+    memcpy(&byte, src, 1);
+    return type == DKV_I8 ? byte : oracle_decode(type, (uint8_t)byte);
 }
 
 static inline void oracle_store(void *dst, dkv_type type, double x) {
     float f = (float)x;
-    uint32_t word;
-    memcpy(&word, &f, 4);
-    uint16_t half = type == DKV_F16 ? oracle_encode_f16(x) : (uint16_t)(word >> 16);
-    if (type == DKV_F32) memcpy(dst, &f, 4);
-    else memcpy(dst, &half, 2);
+    uint16_t half;
+    if (type == DKV_F32) {
+        memcpy(dst, &f, 4);
+    } else if (oracle_bytes(type) == 2) {
+        half = (uint16_t)oracle_encode(type, x);
+        memcpy(dst, &half, 2);
+    } else {
+        *(uint8_t *)dst = (uint8_t)(type == DKV_I8 ? (int)x : (int)oracle_encode(type, x));
+    }
 }
 
 static inline char *oracle_at(const dkv_tensor *t, int64_t token, int64_t head, int64_t i) {

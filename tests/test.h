@@ -16,8 +16,18 @@
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
+/* Types of tensors and types of packed data; what a tensor to be packed is made of. */
 static inline dkv_type type_at(int64_t i) {
     return (dkv_type)(i % 3);
+}
+static inline dkv_type packed_at(int64_t i) {
+    return (dkv_type)(i % 5);
+}
+static inline int has_scales(dkv_type type) {
+    return type == DKV_I8 || type == DKV_FP8;
+}
+static inline dkv_type source_type(dkv_type type) {
+    return has_scales(type) ? DKV_F32 : type;
 }
 
 /* ---- checks: every failure says where in its tables the test stood -------- */
@@ -228,6 +238,21 @@ static inline dkv_packed pack_layer(const dkv_plan *plan, dkv_type type, int d_k
     size_t bytes;
     EXACTLY(mem, 64, bytes, dkv_pack(&out, mem, &bytes, type, plan, 0, d_k, d_v, source));
     return out;
+}
+
+/* What a packed head stands for, into the kept rows of k [T_c][Hkv][d_k] and v: scales make rounding the code's choice. */
+static inline void learn_values(const dkv_packed *packed, const dkv_plan *plan, int l, double *k, double *v) {
+    int64_t Hkv = packed->Hkv, d_k = packed->d_k, d_v = packed->d_v;
+    for (int g = 0; g < Hkv; g++) {
+        int64_t n = packed->rows[g], *at = guarded((size_t)n * 8, 8);
+        dkv_tensor kt = new_tensor(THD, DKV_F32, n, Hkv, d_k), vt = new_tensor(THD, DKV_F32, n, Hkv, d_v);
+        dkv_plan_positions(plan, l, g, at);
+        CHECK_OK(dkv_unpack(kt, vt, packed, g));
+        for (int64_t r = 0; r < n; r++) {
+            for (int j = 0; j < d_k; j++) k[(at[r] * Hkv + g) * d_k + j] = oracle_get(&kt, r, g, j);
+            for (int j = 0; j < d_v; j++) v[(at[r] * Hkv + g) * d_v + j] = oracle_get(&vt, r, g, j);
+        }
+    }
 }
 
 /* ---- threads ------------------------------------------------------------- */

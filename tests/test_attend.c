@@ -36,8 +36,8 @@ static dkv_tensor tensor_of(const problem *p, dkv_type type, const double *x, in
 
 /* The context's segment. Evicted rows of the source are NaN: they may never matter. */
 static dkv_segment context_of(problem *p) {
-    dkv_segment s = dkv_strided(tensor_of(p, p->type, p->k, p->T_c, p->Hkv, p->d_k),
-                                tensor_of(p, p->type, p->v, p->T_c, p->Hkv, p->d_v), p->T_c);
+    dkv_segment s = dkv_strided(tensor_of(p, source_type(p->type), p->k, p->T_c, p->Hkv, p->d_k),
+                                tensor_of(p, source_type(p->type), p->v, p->T_c, p->Hkv, p->d_v), p->T_c);
     for (int64_t i = 0; i < p->T_c * p->Hkv; i++) {
         if (p->keep[i % p->Hkv * p->T_c + i / p->Hkv]) continue;
         for (int j = 0; j < p->d_k; j++) oracle_put(&s.k, i / p->Hkv, i % p->Hkv, j, (double)NAN);
@@ -50,6 +50,7 @@ static dkv_segment context_of(problem *p) {
         return s;
     }
     p->context = pack_layer(&p->plan, p->type, p->d_k, p->d_v, &s);
+    if (has_scales(p->type)) learn_values(&p->context, &p->plan, 0, p->k, p->v);
     return (dkv_segment){.packed = &p->context};
 }
 
@@ -86,15 +87,15 @@ static void poison_results(problem *p) {
 /* p must stay where it is: the segments point into it. */
 static void build(problem *p) {
     p->q = normal_values(p->N_q * p->H * p->d_k, p->q_type, p->q_deviation != 0 ? p->q_deviation : 1);
-    p->k = normal_values(p->T_c * p->Hkv * p->d_k, p->type, 1);
-    p->v = normal_values(p->T_c * p->Hkv * p->d_v, p->type, 1);
+    if (p->strided) p->type = source_type(p->type);
+    p->k = normal_values(p->T_c * p->Hkv * p->d_k, source_type(p->type), 1);
+    p->v = normal_values(p->T_c * p->Hkv * p->d_v, source_type(p->type), 1);
     p->tail_k = normal_values(p->n_tail * p->Hkv * p->d_k, p->tail_type, 1);
     p->tail_v = normal_values(p->n_tail * p->Hkv * p->d_v, p->tail_type, 1);
     p->keep = guarded((size_t)(p->Hkv * p->T_c), 1);
     for (int64_t i = 0; i < p->Hkv * p->T_c; i++) p->keep[i] = rnd_uniform() < p->density;
     float *sink = p->sink ? guarded((size_t)p->H * sizeof *sink, 4) : NULL;
     for (int h = 0; h < p->H && sink; h++) sink[h] = (float)rnd_normal();
-    ask_oracle(p, sink);
     p->a = (dkv_attention){.H = p->H, .Hkv = p->Hkv, .d_k = p->d_k, .d_v = p->d_v, .N_q = p->N_q,
                            .q = tensor_of(p, p->q_type, p->q, p->N_q, p->H, p->d_k),
                            .out = new_tensor(p->layout, p->out_type, p->N_q, p->H, p->d_v),
@@ -102,6 +103,7 @@ static void build(problem *p) {
                            .tail = tail_of(p), .scale = p->scale, .softcap = p->softcap, .sink = sink};
     CHECK_OK(dkv_attend_size(&p->ws_bytes, &p->a, 1, 1));
     p->ws = guarded(p->ws_bytes, 64);
+    ask_oracle(p, sink);
     poison_results(p);
 }
 
@@ -148,12 +150,12 @@ static void check_same_bits(const problem *p, const double *results) {
 
 static void types_groups_queries(void) {
     static const int G[] = {1, 3, 4, 7, 8}, N_q[] = {1, 2, 5, 32, 67};
-    for (int c = 0; c < 3 * COUNT(G) * COUNT(N_q); c++) {
+    for (int c = 0; c < 5 * COUNT(G) * COUNT(N_q); c++) {
         problem p = plain;
-        p.type = type_at(c);
+        p.type = packed_at(c);
         p.Hkv = 1 + c % 2;
-        p.H = p.Hkv * G[c / 3 % COUNT(G)];
-        p.N_q = N_q[c / 3 / COUNT(G)];
+        p.H = p.Hkv * G[c / 5 % COUNT(G)];
+        p.N_q = N_q[c / 5 / COUNT(G)];
         p.n_tail = p.N_q + rnd_below(20);
         p.T_c = 1 + rnd_below(200);
         p.d_k = p.d_v = 4 + 4 * (int)rnd_below(12);
@@ -166,11 +168,12 @@ static void types_groups_queries(void) {
 }
 
 static void dimensions(void) {
-    for (int c = 0; c < 3 * COUNT(dims) * 3; c++) {
+    for (int c = 0; c < 5 * COUNT(dims) * 3; c++) {
         problem p = plain;
-        p.type = p.tail_type = type_at(c);
-        p.d_k = dims[c / 3 % COUNT(dims)];
-        p.d_v = dims[(c / 3 + c / 3 / COUNT(dims) * 4) % COUNT(dims)];
+        p.type = packed_at(c);
+        p.tail_type = type_at(c);
+        p.d_k = dims[c / 5 % COUNT(dims)];
+        p.d_v = dims[(c / 5 + c / 5 / COUNT(dims) * 4) % COUNT(dims)];
         p.N_q = 1 + c % 4;
         run_one(&p);
         CHECK(test_release());
@@ -186,7 +189,8 @@ static void lengths(void) {
         p.T_c = at[c % COUNT(at)];
         p.n_tail = at[c / COUNT(at)];
         p.N_q = 1 + c % 3;
-        p.type = p.tail_type = type_at(c / 2);
+        p.type = packed_at(c / 2);
+        p.tail_type = type_at(c / 2);
         p.strided = c / 3 % 2;
         run_one(&p);
         CHECK(test_release());
@@ -194,14 +198,14 @@ static void lengths(void) {
 }
 
 static void layouts(void) {
-    for (int c = 0; c < LAYOUTS * 3 * 4; c++) {
+    for (int c = 0; c < LAYOUTS * 5 * 4; c++) {
         problem p = plain;
         p.layout = c % LAYOUTS;
-        p.type = type_at(c / LAYOUTS);
+        p.type = packed_at(c / LAYOUTS);
         p.tail_type = type_at(c + 1);
         p.q_type = p.out_type = type_at(c + 2);
-        p.strided = c / LAYOUTS / 3 % 2;
-        p.tail_packed = c / LAYOUTS / 6;
+        p.strided = c / LAYOUTS / 5 % 2;
+        p.tail_packed = c / LAYOUTS / 10;
         p.d_k = 33, p.d_v = 47, p.N_q = 4;
         run_one(&p);
         CHECK(test_release());
@@ -244,9 +248,9 @@ static void tail_shorter_than_queries(void) {
 }
 
 static void options(void) {
-    for (int c = 0; c < 24; c++) {
+    for (int c = 0; c < 60; c++) {
         problem p = plain;
-        p.type = type_at(c);
+        p.type = packed_at(c);
         p.sink = c & 1;
         p.softcap = c / 2 % 2 ? 1.5f : 0;
         p.scale = 0.37f * (float)(c / 4 % 3);
@@ -258,14 +262,33 @@ static void options(void) {
 
 /* Logits up to about +-6e4: one key wins, and nothing overflows. */
 static void huge_logits(void) {
-    for (int c = 0; c < 12; c++) {
+    for (int c = 0; c < 20; c++) {
         problem p = plain;
-        p.type = type_at(c);
+        p.type = packed_at(c);
         p.q_deviation = 2e4;
-        p.softcap = c / 3 % 2 ? 50 : 0;
-        p.sink = c / 6;
+        p.softcap = c / 5 % 2 ? 50 : 0;
+        p.sink = c / 10;
         run_one(&p);
         CHECK(test_release());
+    }
+}
+
+/* Products that overflow to -inf weigh nothing; a row of nothing else is a row without keys. */
+static void infinite_logits(void) {
+    enum { D = 20, KEYS = 21 };
+    for (int c = 0; c < 2; c++) { /* 1: and one tail key at logit 0 */
+        float q[D], k[KEYS * D], v[KEYS * D], out[D], lse, zero[D] = {0};
+        for (int i = 0; i < D; i++) q[i] = -1e30f;
+        for (int i = 0; i < KEYS * D; i++) k[i] = 1e30f, v[i] = (float)rnd_normal();
+        dkv_attention a = {.H = 1, .Hkv = 1, .d_k = D, .d_v = D, .N_q = 1, .q = dkv_thd(q, DKV_F32, 1, D),
+                           .out = dkv_thd(out, DKV_F32, 1, D), .lse = &lse,
+                           .context = dkv_strided(dkv_thd(k, DKV_F32, 1, D), dkv_thd(v, DKV_F32, 1, D), KEYS),
+                           .tail = dkv_strided(dkv_thd(zero, DKV_F32, 1, D), dkv_thd(v, DKV_F32, 1, D), c)};
+        size_t bytes;
+        CHECK_OK(dkv_attend_size(&bytes, &a, 1, 1));
+        CHECK_OK(dkv_attend(&a, 1, guarded(bytes, 64), bytes, NULL));
+        CHECK(lse == (c ? 0 : -INFINITY));
+        for (int i = 0; i < D; i++) CHECK(out[i] == (c ? v[i] : 0));
     }
 }
 
@@ -274,7 +297,7 @@ static void random_mix(void) {
         problem p = {.Hkv = 1 + (int)rnd_below(3), .d_k = 1 + (int)rnd_below(100), .d_v = 1 + (int)rnd_below(100),
                      .T_c = rnd_below(300), .n_tail = rnd_below(150), .N_q = 1 + rnd_below(12),
                      .density = rnd_uniform(),
-                     .type = type_at(rnd_below(3)), .tail_type = type_at(rnd_below(3)), .q_type = type_at(rnd_below(3)),
+                     .type = packed_at(rnd_below(5)), .tail_type = type_at(rnd_below(3)), .q_type = type_at(rnd_below(3)),
                      .out_type = type_at(rnd_below(3)), .layout = (int)rnd_below(LAYOUTS), .strided = rnd() & 1,
                      .tail_packed = rnd_below(4) == 0, .sink = rnd_below(4) == 0};
         p.H = p.Hkv * (1 + (int)rnd_below(9));
@@ -322,11 +345,11 @@ static void threads(void) {
         {3, 1, 0, 0, 2},
     };
     static const int nth[] = {1, 2, 3, 7, 16};
-    for (int c = 0; c < COUNT(table) * 3; c++) {
+    for (int c = 0; c < COUNT(table) * 4; c++) {
         problem p = plain;
-        p.H = table[c / 3].H, p.Hkv = table[c / 3].Hkv, p.T_c = table[c / 3].T_c;
-        p.n_tail = table[c / 3].n_tail, p.N_q = table[c / 3].N_q;
-        p.type = type_at(c);
+        p.H = table[c / 4].H, p.Hkv = table[c / 4].Hkv, p.T_c = table[c / 4].T_c;
+        p.n_tail = table[c / 4].n_tail, p.N_q = table[c / 4].N_q;
+        p.type = packed_at(c);
         p.strided = c % 2;
         run_one(&p);
         double *want = results_of(&p);
@@ -345,7 +368,7 @@ static void batch(void) {
         for (int i = 0; i < N; i++) {
             p[i] = plain;
             p[i].T_c = 37 * i * i, p[i].n_tail = 4 * i, p[i].N_q = 1 + i % 3;
-            p[i].type = type_at(i);
+            p[i].type = packed_at(i);
             p[i].H = 2 + 2 * i, p[i].d_k = 16 + 9 * i;
             run_one(&p[i]);
             want[i] = results_of(&p[i]);
@@ -387,17 +410,18 @@ static void big_batch(void) {
 
 /* All ones, and contexts that sink and recent cover: the same bits as the dense plan. */
 static void equal_to_dense(void) {
-    for (int c = 0; c < 12; c++) {
-        int64_t T_c = c / 3 % 2 ? 40 : 400; /* S + R = 48 */
+    for (int c = 0; c < 10; c++) {
+        int64_t T_c = c / 5 ? 40 : 400; /* S + R = 48 */
         problem p = plain;
-        p.T_c = T_c, p.density = 1, p.type = type_at(c);
+        p.T_c = T_c, p.density = 1, p.type = packed_at(c);
+        if (has_scales(p.type)) p.d_k = p.d_v = 16;
         run_one(&p); /* the dense plan: all positions */
         double *dense = results_of(&p);
         oracle_pattern o = random_pattern(1, p.H, p.Hkv, 40, 10, 16, 32, T_c == 40 ? 0.1 : 1);
         dkv_pattern pattern = pattern_of(&o);
         p.plan = plan_of(&pattern, T_c, DKV_BEYOND_ERROR);
-        dkv_segment source = dkv_strided(tensor_of(&p, p.type, p.k, T_c, p.Hkv, p.d_k),
-                                         tensor_of(&p, p.type, p.v, T_c, p.Hkv, p.d_v), T_c);
+        dkv_segment source = dkv_strided(tensor_of(&p, source_type(p.type), p.k, T_c, p.Hkv, p.d_k),
+                                         tensor_of(&p, source_type(p.type), p.v, T_c, p.Hkv, p.d_v), T_c);
         p.context = pack_layer(&p.plan, p.type, p.d_k, p.d_v, &source);
         poison_results(&p);
         CHECK_OK(dkv_attend(&p.a, 1, p.ws, p.ws_bytes, NULL));
@@ -428,9 +452,9 @@ static void workspace_and_lse(void) {
 
 /* A NaN in one query head's row changes that row alone. */
 static void nan_rows(void) {
-    for (int c = 0; c < 9; c++) {
+    for (int c = 0; c < 15; c++) {
         problem p = plain;
-        p.N_q = 5, p.n_tail = 12, p.type = type_at(c), p.strided = c / 3 % 2;
+        p.N_q = 5, p.n_tail = 12, p.type = packed_at(c), p.strided = c / 5 == 1;
         run_one(&p);
         double *want = results_of(&p);
         int64_t rows = p.N_q * p.H, sick = rnd_below(rows);
@@ -498,8 +522,8 @@ static void errors(void) {
     BAD_CALL(a.d_v = 0, DKV_ERR_SHAPE);                   BAD_CALL(a.d_v = 577, DKV_ERR_SHAPE);
     BAD_CALL(a.d_k = 63, DKV_ERR_SHAPE);                  BAD_CALL(a.d_v = 63, DKV_ERR_SHAPE); /* not the packed ones */
     BAD_CALL(a.H = 12; a.Hkv = 4, DKV_ERR_SHAPE);         BAD_CALL(a.N_q = -1, DKV_ERR_SHAPE);
-    BAD_CALL(a.tail.n = -1, DKV_ERR_SHAPE);               BAD_CALL(a.q.type = (dkv_type)3, DKV_ERR_TYPE);
-    BAD_CALL(a.out.type = (dkv_type)-1, DKV_ERR_TYPE);    BAD_CALL(a.tail.k.type = (dkv_type)3, DKV_ERR_TYPE);
+    BAD_CALL(a.tail.n = -1, DKV_ERR_SHAPE);               BAD_CALL(a.q.type = DKV_I8, DKV_ERR_TYPE);
+    BAD_CALL(a.out.type = (dkv_type)-1, DKV_ERR_TYPE);    BAD_CALL(a.tail.k.type = DKV_FP8, DKV_ERR_TYPE);
     BAD_CALL(a.tail.v.type = (dkv_type)9, DKV_ERR_TYPE);
     BAD((void)a, DKV_ERR_CAPACITY, p.ws, p.ws_bytes - 1); BAD((void)a, DKV_ERR_CAPACITY, p.ws, 0);
     BAD((void)a, DKV_ERR_ALIGN, (char *)p.ws + 32, p.ws_bytes);
@@ -525,6 +549,7 @@ int main(void) {
         {"tail shorter than the queries", tail_shorter_than_queries, 1},
         {"scale, softcap, sink", options, 1},
         {"huge logits", huge_logits, 1},
+        {"infinite logits", infinite_logits, 1},
         {"random mix", random_mix, 1},
         {"threads, bit for bit", threads, 1},
         {"batch, bit for bit", batch, 1},

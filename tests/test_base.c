@@ -17,7 +17,8 @@ static void results(void) {
 
 static void types_and_views(void) {
     static const struct { int type; const char *name; int bytes; } want[] = {
-        {DKV_F32, "f32", 4}, {DKV_F16, "f16", 2}, {DKV_BF16, "bf16", 2}, {3, "?", 0}, {-1, "?", 0},
+        {DKV_F32, "f32", 4}, {DKV_F16, "f16", 2}, {DKV_BF16, "bf16", 2}, {DKV_I8, "i8", 1},
+        {DKV_FP8, "fp8", 1}, {5, "?", 0}, {-1, "?", 0},
     };
     for (int i = 0; i < COUNT(want); i++) {
         AT("type %d", want[i].type);
@@ -44,12 +45,12 @@ static void levels(void) {
     }
 }
 
-/* Values where rounding decides: every f16 and bf16 value, the midpoint above it, and its two f32 neighbours. */
+/* Values where rounding decides: every value of the small types, the midpoint above it, and its two f32 neighbours. */
 static int64_t edge_values(float **out) {
-    float *x = guarded(65536 * 2 * 4 * sizeof *x, sizeof *x);
+    float *x = guarded((65536 + 256) * 2 * 4 * sizeof *x, sizeof *x);
     int64_t n = 0;
     for (uint32_t bits = 0; bits < 65536; bits++)
-        for (dkv_type type = DKV_F16; type <= DKV_BF16; type = (dkv_type)(type + 1)) {
+        for (dkv_type type = DKV_F16; type <= (bits < 256 ? DKV_FP8 : DKV_BF16); type = (dkv_type)(type + 1)) {
             uint16_t here = (uint16_t)bits, next = (uint16_t)(bits + 1);
             double a = oracle_load(&here, type), b = oracle_load(&next, type);
             float mid = (float)((a + b) / 2);
@@ -70,8 +71,8 @@ static void convert_values(void) {
     float *x;
     int64_t n = edge_values(&x);
     char *from = guarded((size_t)n * 4, 1), *to = guarded((size_t)n * 4, 1);
-    for (dkv_type a = DKV_F32; a <= DKV_BF16; a = (dkv_type)(a + 1))
-        for (dkv_type b = DKV_F32; b <= DKV_BF16; b = (dkv_type)(b + 1)) {
+    for (dkv_type a = DKV_F32; a <= DKV_FP8; a = (dkv_type)(a + 1))
+        for (dkv_type b = DKV_F32; b <= DKV_FP8; b = (dkv_type)(b + 1)) {
             for (int64_t i = 0; i < n; i++) oracle_store(from + i * oracle_bytes(a), a, oracle_round(a, (double)x[i]));
             dkv_convert(to, b, from, a, n);
             for (int64_t i = 0; i < n; i++) {
@@ -86,20 +87,20 @@ static void convert_values(void) {
 /* A NaN whose payload lies below what the target holds must not become an infinity. */
 static void convert_nan(void) {
     const uint32_t payloads[] = {0x7F800001, 0xFF800001, 0x7F801000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000};
-    for (dkv_type type = DKV_F32; type <= DKV_BF16; type = (dkv_type)(type + 1))
+    for (dkv_type type = DKV_F32; type <= DKV_FP8; type = (dkv_type)(type + 1))
         for (int i = 0; i < COUNT(payloads); i++) {
             uint32_t out = 0;
             dkv_convert(&out, type, &payloads[i], DKV_F32, 1);
             AT("%08x to %s", payloads[i], dkv_type_name(type));
-            CHECK(isnan(oracle_load(&out, type)));
+            CHECK(type == DKV_I8 ? out == 0 : isnan(oracle_load(&out, type)));
         }
 }
 
 /* Every short length, ends on the guard page, starts at an odd address. */
 static void convert_lengths(void) {
     for (int n = 0; n < 70; n++)
-        for (int pair = 0; pair < 9; pair++) {
-            dkv_type a = type_at(pair / 3), b = type_at(pair);
+        for (int pair = 0; pair < 25; pair++) {
+            dkv_type a = packed_at(pair / 5), b = packed_at(pair);
             int64_t ea = oracle_bytes(a), eb = oracle_bytes(b);
             AT("%d from %s to %s", n, dkv_type_name(a), dkv_type_name(b));
             char *src = guarded((size_t)(n * ea) + 1, 1), *dst = guarded((size_t)(n * eb) + 1, 1);

@@ -180,7 +180,7 @@ static void refusals(void) {
     CHECK_RESULT(dkv_cache_create(&c, &w.plan, &bad, type, 9, &w.alloc), want); CHECK(!c && !w.heap.live)
     BAD(bad.L = L + 1, DKV_F16, DKV_ERR_SHAPE);  BAD(bad.Hkv = 1, DKV_F16, DKV_ERR_SHAPE);
     BAD(bad.H = 5, DKV_F16, DKV_ERR_SHAPE);      BAD(bad.d_k = 0, DKV_F16, DKV_ERR_SHAPE);
-    BAD(bad.d_v = 577, DKV_F16, DKV_ERR_SHAPE);  BAD((void)bad, (dkv_type)3, DKV_ERR_TYPE);
+    BAD(bad.d_v = 577, DKV_F16, DKV_ERR_SHAPE);  BAD((void)bad, (dkv_type)5, DKV_ERR_TYPE);
 #undef BAD
     dkv_plan wide = plan_of_mask(NULL, 256, 256, 0); /* 2^16 heads * 2^36 rows * 2^12 bytes must not wrap around */
     bad = (dkv_shape){256, 256, 256, 512, 512};
@@ -307,21 +307,26 @@ static void save_and_restore(void) {
     }
 }
 
-/* A one-layer image small enough to break everywhere. */
+/* One layer, one head, 3 of 4 positions in 2 runs, one tail row: an image small enough to break everywhere. */
+static unsigned char *small_image(size_t *bytes) {
+    float x[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+    dkv_plan plan = plan_of_mask((const unsigned char[]){1, 0, 1, 1}, 1, 1, 4);
+    dkv_segment s = dkv_strided(dkv_thd(x, DKV_F32, 1, 2), dkv_thd(x, DKV_F32, 1, 1), 4);
+    dkv_cache *c;
+    CHECK_OK(dkv_cache_create(&c, &plan, &(dkv_shape){1, 1, 1, 2, 1}, DKV_F32, 2, NULL));
+    CHECK_OK(dkv_cache_pack(c, 0, &s));
+    CHECK_OK(dkv_cache_append(c, 0, s.k, s.v, 1));
+    unsigned char *image = save(c, bytes);
+    dkv_cache_destroy(c);
+    return image;
+}
+
 static void broken_images(void) {
     test_heap heap = {.fail_at = -1};
     dkv_allocator alloc = {test_heap_alloc, test_heap_free, &heap};
-    const unsigned char keep[4] = {1, 0, 1, 1};
-    float x[8] = {1, 2, 3, 4, 5, 6, 7, 8};
-    dkv_plan plan = plan_of_mask(keep, 1, 1, 4);
-    dkv_segment s = dkv_strided(dkv_thd(x, DKV_F32, 1, 2), dkv_thd(x, DKV_F32, 1, 1), 4);
-    dkv_cache *c, *restored = NULL;
-    CHECK_OK(dkv_cache_create(&c, &plan, &(dkv_shape){1, 1, 1, 2, 1}, DKV_F32, 2, &alloc));
-    CHECK_OK(dkv_cache_pack(c, 0, &s));
-    CHECK_OK(dkv_cache_append(c, 0, s.k, s.v, 1));
+    dkv_cache *restored = NULL;
     size_t bytes;
-    unsigned char *image = save(c, &bytes), *copy = guarded(bytes + 1, 1);
-    dkv_cache_destroy(c);
+    unsigned char *image = small_image(&bytes), *copy = guarded(bytes + 1, 1);
     for (size_t n = 0; n <= bytes + 1; n++) {
         AT("%zu of %zu bytes", n, bytes);
         unsigned char *end = memcpy(copy + bytes + 1 - n, image, n < bytes ? n : bytes);
@@ -333,10 +338,39 @@ static void broken_images(void) {
     for (size_t bit = 0; bit < bytes * 8; bit++) {
         AT("bit %zu", bit);
         image[bit / 8] ^= (unsigned char)(1 << bit % 8);
-        CHECK(dkv_cache_restore(&restored, image, bytes, 2, &alloc) != DKV_OK && !restored);
+        CHECK_RESULT(dkv_cache_restore(&restored, image, bytes, 2, &alloc),
+                     bit < 64 ? DKV_ERR_MAGIC : bit < 128 ? DKV_ERR_VERSION : bit < 192 ? DKV_ERR_LENGTH : DKV_ERR_CRC);
         image[bit / 8] ^= (unsigned char)(1 << bit % 8);
     }
-    CHECK(!heap.live && !heap.wrong_size);
+    CHECK(!restored && !heap.live && !heap.wrong_size);
+}
+
+/* Each field at a value that cannot be, under a CRC that is right. */
+static void broken_fields(void) {
+    static const struct { const char *what; int at; int64_t value; dkv_result want; } table[] = {
+        {"L 0", 24, 0, DKV_ERR_FIELD},         {"L 2", 24, 2, DKV_ERR_FIELD},        {"L -1", 24, -1, DKV_ERR_FIELD},
+        {"H -1", 28, -1, DKV_ERR_FIELD},       {"Hkv 0", 32, 0, DKV_ERR_FIELD},       {"Hkv 2", 32, 2, DKV_ERR_SHAPE},
+        {"d_k 0", 36, 0, DKV_ERR_SHAPE},       {"d_k 3", 36, 3, DKV_ERR_LENGTH},      {"d_v 577", 40, 577, DKV_ERR_SHAPE},
+        {"type 3", 44, 3, DKV_ERR_TYPE},       {"T_c 3", 48, 3, DKV_ERR_FIELD},       {"T_c -1", 48, -1, DKV_ERR_FIELD},
+        {"runs 1", 56, 1, DKV_ERR_FIELD},      {"runs 3", 56, 3, DKV_ERR_LENGTH},     {"runs 2^31", 56, -1, DKV_ERR_LENGTH},
+        {"zero", 68, 1, DKV_ERR_FIELD},        {"zero", 124, 1, DKV_ERR_FIELD},       {"run count 1", 128, 1, DKV_ERR_FIELD},
+        {"run count 3", 128, 3, DKV_ERR_FIELD}, {"position 3", 136, 3, DKV_ERR_FIELD}, {"touching", 152, 1, DKV_ERR_FIELD},
+        {"length 0", 144, 0, DKV_ERR_FIELD},   {"length 3", 160, 3, DKV_ERR_FIELD},   {"length 1", 160, 1, DKV_ERR_LENGTH},
+        {"tail 2", 168, 2, DKV_ERR_LENGTH},    {"tail 2^31", 168, -1, DKV_ERR_LENGTH}, {"tail 0", 168, 0, DKV_ERR_LENGTH},
+    };
+    size_t bytes;
+    unsigned char *image = small_image(&bytes), *copy = guarded(bytes, 1);
+    for (int i = 0; i < COUNT(table); i++) {
+        dkv_cache *restored = NULL;
+        memcpy(copy, image, bytes);
+        for (int k = 0; k < 4; k++) copy[table[i].at + k] = (unsigned char)(table[i].value >> 8 * k);
+        if (table[i].at == 48 && table[i].value < 0) memset(copy + 48, 0xFF, 8);
+        uint32_t crc = oracle_crc32(copy, bytes - 4);
+        for (int k = 0; k < 4; k++) copy[bytes - 4 + (size_t)k] = (unsigned char)(crc >> 8 * k);
+        AT("%s", table[i].what);
+        CHECK_RESULT(dkv_cache_restore(&restored, copy, bytes, 2, NULL), table[i].want);
+        CHECK(!restored);
+    }
 }
 
 /* Every allocation of every maker fails once; nothing leaks, nothing changes. */
@@ -422,6 +456,7 @@ int main(void) {
         {"recompress", recompress, 1},
         {"save and restore, bit for bit", save_and_restore, 1},
         {"broken images", broken_images, 0},
+        {"broken fields", broken_fields, 0},
         {"failing allocator", failing_allocator, 0},
         {"threads", parallel_forks, 0},
     };

@@ -1,6 +1,7 @@
 /* [PACK]: survivors in order, from any layout to any type; nothing else is read. */
 #define _GNU_SOURCE
 #include "test.h"
+#include "tolerance.h"
 
 static const int dims[] = {1, 2, 3, 16, 40, 64, 80, 128, 192, 256, 576};
 
@@ -35,14 +36,23 @@ static dkv_packed pack(const problem *p, dkv_type type) {
     return pack_layer(&p->plan, type, p->d_k, p->d_v, &p->source);
 }
 
+static double channel_max(const problem *p, const double *x, int g, int d, int j) {
+    double max = 0;
+    for (int64_t i = 0; i < p->T_c; i++)
+        if (p->keep[g * p->T_c + i]) max = fmax(max, fabs(x[(i * p->Hkv + g) * d + j]));
+    return max;
+}
+
 /* Row r of KV head g in t[rows][Hkv][d] is the r-th kept position of x, rounded to the packed type, then to t's. */
 static void check_rows(const problem *p, const dkv_tensor *t, dkv_type packed, const double *x, int g, int d) {
     int64_t row = 0;
     for (int64_t i = 0; i < p->T_c; i++) {
         for (int j = 0; j < d && p->keep[g * p->T_c + i]; j++) {
-            double want = oracle_round(t->type, oracle_round(packed, x[(i * p->Hkv + g) * d + j]));
-            double got = oracle_get(t, row, g, j);
-            if (got != want) fail_msg("at %s: head %d row %d dim %d: %a, not %a", test_at, g, (int)row, j, got, want);
+            double value = x[(i * p->Hkv + g) * d + j], got = oracle_get(t, row, g, j), bound = 0;
+            double want = has_scales(packed) ? value : oracle_round(t->type, oracle_round(packed, value));
+            if (has_scales(packed))
+                bound = tolerance_pack(packed, value, channel_max(p, x, g, d, j)) + tolerance_store(t->type, got);
+            if (!(fabs(got - want) <= bound)) fail_msg("at %s: head %d row %d dim %d: %a, not %a", test_at, g, (int)row, j, got, want);
         }
         row += p->keep[g * p->T_c + i];
     }
@@ -60,16 +70,16 @@ static void check_unpack(const problem *p, const dkv_packed *packed, dkv_type to
 }
 
 static void types_and_layouts(void) {
-    for (int c = 0; c < 9 * LAYOUTS * 2; c++) {
-        dkv_type from = type_at(c), to = type_at(c / 3);
-        int layout = c / 9 % LAYOUTS;
+    for (int c = 0; c < 15 * LAYOUTS * 2; c++) {
+        dkv_type from = type_at(c), to = packed_at(c / 3);
+        int layout = c / 15 % LAYOUTS;
         problem p = make(from, layout, 1 + rnd_below(100), 1 + c % 3, 1 + (int)rnd_below(70), 1 + (int)rnd_below(70));
         AT("%s to %s, layout %d, d %d %d, T_c %d", dkv_type_name(from), dkv_type_name(to), layout, p.d_k, p.d_v,
            (int)p.T_c);
         dkv_packed packed = pack(&p, to);
         CHECK(packed.type == to && packed.Hkv == p.Hkv && packed.d_k == p.d_k && packed.d_v == p.d_v);
         CHECK(packed.rows == p.plan.rows);
-        check_unpack(&p, &packed, to, layout);
+        check_unpack(&p, &packed, source_type(to), layout);
         check_unpack(&p, &packed, from, THD);
         CHECK(test_release());
     }
@@ -79,7 +89,7 @@ static void dimensions(void) {
     for (int c = 0; c < COUNT(dims) * COUNT(dims); c++) {
         problem p = make(type_at(c), c % LAYOUTS, 15 + c % 4, 2, dims[c % COUNT(dims)], dims[c / COUNT(dims)]);
         AT("d %d and %d from %s", p.d_k, p.d_v, dkv_type_name(type_at(c)));
-        dkv_packed packed = pack(&p, (dkv_type)(c % 2 * 2));
+        dkv_packed packed = pack(&p, packed_at(c / 2));
         check_unpack(&p, &packed, DKV_F32, HEAD_MAJOR);
         CHECK(test_release());
     }
@@ -87,8 +97,9 @@ static void dimensions(void) {
 
 /* Where the header says that element (row, j) of K or V lies, in elements from the head's start. */
 static int64_t k_place(dkv_type type, int64_t row, int64_t j, int64_t d) {
-    int64_t block = row / 16 * 16 * (type == DKV_F32 ? d : (d + 1) / 2 * 2); /* whole cache lines */
-    return block + (type == DKV_BF16 ? (j / 2 * 16 + row % 16) * 2 + j % 2 : j * 16 + row % 16);
+    int64_t line = 4 / oracle_bytes(type), pack = has_scales(type) ? 4 : type == DKV_BF16 ? 2 : 1;
+    int64_t block = row / 16 * 16 * ((d + line - 1) / line * line); /* of whole cache lines */
+    return block + (j / pack * 16 + row % 16) * pack + j % pack;
 }
 
 static int64_t v_place(dkv_type type, int64_t row, int64_t j, int64_t d) {
@@ -96,25 +107,35 @@ static int64_t v_place(dkv_type type, int64_t row, int64_t j, int64_t d) {
     return type == DKV_BF16 ? (row / 2 * width + j) * 2 + row % 2 : row * width + j;
 }
 
+static void check_element(const char *at, dkv_type type, const float *scale, double x) {
+    double unit = has_scales(type) ? (double)*scale : 1;
+    CHECK(fabs(oracle_load(at, type) * unit - x) <= tolerance_pack(type, x, unit * (type == DKV_I8 ? 127 : 448)));
+}
+
 static void documented_layout(void) {
     for (int c = 0; c < 30; c++) {
-        dkv_type type = type_at(c);
-        problem p = make(type, THD, 70, 3, 1 + c % 7, 10 + c);
+        dkv_type type = packed_at(c);
+        problem p = make(source_type(type), THD, 70, 3, 1 + c % 7, 10 + c);
         dkv_packed packed = pack(&p, type);
         const char *k = packed.data, *v;
+        const float *k_scale, *v_scale;
         int64_t e = oracle_bytes(type), blocks = 0;
         for (int g = 0; g < 3; g++) blocks += (p.plan.rows[g] + 15) / 16;
         v = k + k_place(type, 16 * blocks, 0, p.d_k) * e;
+        k_scale = (const float *)(const void *)(v + v_place(type, 16 * blocks, 0, p.d_v) * e);
+        v_scale = k_scale + 3 * ((p.d_k + 15) / 16 * 16);
         for (int g = 0; g < 3; g++) {
             for (int64_t i = 0, row = 0; i < 70; row += p.keep[g * 70 + i++]) {
                 AT("%s head %d row %d", dkv_type_name(type), g, (int)row);
                 for (int j = 0; j < p.d_k && p.keep[g * 70 + i]; j++)
-                    CHECK(oracle_load(k + k_place(type, row, j, p.d_k) * e, type) == p.k[(i * 3 + g) * p.d_k + j]);
+                    check_element(k + k_place(type, row, j, p.d_k) * e, type, k_scale + j, p.k[(i * 3 + g) * p.d_k + j]);
                 for (int j = 0; j < p.d_v && p.keep[g * 70 + i]; j++)
-                    CHECK(oracle_load(v + v_place(type, row, j, p.d_v) * e, type) == p.v[(i * 3 + g) * p.d_v + j]);
+                    check_element(v + v_place(type, row, j, p.d_v) * e, type, v_scale + j, p.v[(i * 3 + g) * p.d_v + j]);
             }
             k += k_place(type, (p.plan.rows[g] + 15) / 16 * 16, 0, p.d_k) * e;
             v += v_place(type, (p.plan.rows[g] + 15) / 16 * 16, 0, p.d_v) * e;
+            k_scale += (p.d_k + 15) / 16 * 16;
+            v_scale += (p.d_v + 15) / 16 * 16;
         }
         CHECK(test_release());
     }
@@ -122,7 +143,7 @@ static void documented_layout(void) {
 
 /* One layout for every level: the same bytes. */
 static void same_bytes_at_every_level(void) {
-    for (int c = 0; c < 27; c++) {
+    for (int c = 0; c < 45; c++) {
         problem p = make(type_at(c), c % LAYOUTS, 60, 2, dims[c % COUNT(dims)], dims[(c + 4) % COUNT(dims)]);
         size_t bytes;
         AT("case %d", c);
@@ -140,9 +161,9 @@ static void same_bytes_at_every_level(void) {
 
 /* Packing what was packed: the survivors of the survivors. */
 static void from_packed(void) {
-    for (int c = 0; c < 36; c++) {
+    for (int c = 0; c < 45; c++) {
         problem p = make(type_at(c), THD, 1 + rnd_below(90), 2, dims[c % COUNT(dims)], dims[(c + 3) % COUNT(dims)]);
-        dkv_type first = type_at(c / 3), second = type_at(c / 9);
+        dkv_type first = type_at(c / 3), second = packed_at(c / 9);
         AT("case %d, %s then %s", c, dkv_type_name(first), dkv_type_name(second));
         dkv_plan all = plan_of_mask(NULL, 1, 2, p.T_c);
         dkv_packed dense = pack_layer(&all, first, p.d_k, p.d_v, &p.source); /* its evicted rows are NaN, too */
@@ -174,8 +195,8 @@ static void front(void) {
 static void special_values(void) {
     const float x[] = {INFINITY, -INFINITY, 65519, 65520, -1e30f, 3e38f, 1e-7f, 2e-8f, 1e-40f, -0.0f, NAN, 1};
     enum { N = COUNT(x) };
-    for (int c = 0; c < 3; c++) {
-        dkv_type type = (dkv_type)c;
+    for (int c = 0; c < 5; c++) {
+        dkv_type type = packed_at(c);
         problem p = {.Hkv = 1, .d_k = N, .d_v = N, .T_c = 1};
         p.plan = plan_of_mask(&(unsigned char){1}, 1, 1, 1);
         p.source = dkv_strided(dkv_thd(x, DKV_F32, 1, N), dkv_thd(x, DKV_F32, 1, N), 1);
@@ -183,10 +204,14 @@ static void special_values(void) {
         float k[N], v[N];
         CHECK_OK(dkv_unpack(dkv_thd(k, DKV_F32, 1, N), dkv_thd(v, DKV_F32, 1, N), &packed, 0));
         for (int i = 0; i < N; i++) {
-            double want = oracle_round(type, (double)x[i]);
+            double want = oracle_round(source_type(type), (double)x[i]);
+            double bound = has_scales(type) ? 1e-40 + 1e-6 * fabs(want) : 0; /* each is its channel's largest */
+            if (has_scales(type) && isinf(want)) want = (double)NAN;
             AT("%s of %g", dkv_type_name(type), (double)x[i]);
-            CHECK(isnan(want) ? isnan(k[i]) && isnan(v[i]) : (double)k[i] == want && (double)v[i] == want);
-            CHECK(isnan(want) || !signbit(k[i]) == !signbit(x[i]));
+            if (isnan(want)) CHECK(isnan(k[i]) && isnan(v[i]));
+            else if (isinf(want)) CHECK((double)k[i] == want && (double)v[i] == want);
+            else CHECK(fabs((double)k[i] - want) <= bound && fabs((double)v[i] - want) <= bound);
+            CHECK(isnan(want) || has_scales(type) || !signbit(k[i]) == !signbit(x[i]));
         }
     }
 }
@@ -217,8 +242,8 @@ static void errors(void) {
     BAD(DKV_ERR_SHAPE, mem, need, DKV_F16, 24, 577, &s);
     BAD(DKV_ERR_SHAPE, mem, need, DKV_F16, 24, 8, &shorter);
     BAD(DKV_ERR_SHAPE, mem, need, DKV_F16, 24, 8, &uneven);
-    BAD(DKV_ERR_TYPE, mem, need, (dkv_type)3, 24, 8, &s);
-    s.k.type = (dkv_type)-1;
+    BAD(DKV_ERR_TYPE, mem, need, (dkv_type)5, 24, 8, &s);
+    s.k.type = DKV_I8; /* of packed data only */
     BAD(DKV_ERR_TYPE, mem, need, DKV_F16, 24, 8, &s);
     s = p.source;
     s.v.data = mem + need - 4; /* its first byte inside mem */

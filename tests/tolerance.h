@@ -14,11 +14,13 @@ typedef struct tolerance { double lse, out, sum; } tolerance;
         sqrt(d) times one (measured 0.5 at d = 64). One key may own the row: its error is the row's.
    out: the same errors, but only their differences between keys move an output (measured 0.08).
    sum: exp is good to 2 units; sums over keys restart at every tile, so that thousands of keys lose no more. */
-static const tolerance tolerances[3][DKV_SIMD_COUNT] = {
+static const tolerance tolerances[5][DKV_SIMD_COUNT] = {
     /* scalar          avx2            avx512   lanes are tokens: every level adds in the same order */
     {{1, 0.25, 6}, {1, 0.25, 6}, {1, 0.25, 6}}, /* f32 */
     {{1, 0.25, 6}, {1, 0.25, 6}, {1, 0.25, 6}}, /* f16, widened exactly */
     {{1, 0.25, 6}, {1, 0.25, 6}, {1, 0.25, 6}}, /* bf16, widened exactly */
+    {{1, 0.25, 6}, {1, 0.25, 6}, {1, 0.25, 6}}, /* i8: the oracle has what unpacking gives; scales round once more */
+    {{1, 0.25, 6}, {1, 0.25, 6}, {1, 0.25, 6}}, /* fp8, likewise */
 };
 
 static inline double tolerance_lse(tolerance t, int d, double magnitude, double lse) {
@@ -27,6 +29,12 @@ static inline double tolerance_lse(tolerance t, int d, double magnitude, double 
 
 static inline double tolerance_out(tolerance t, int d, double magnitude, double v_max) {
     return v_max * ldexp(t.out * sqrt(d) * magnitude + t.sum, -24);
+}
+
+/* What packing x may change in a channel whose largest magnitude is max: the header's bounds, and scales rounded to f32. */
+static inline double tolerance_pack(dkv_type type, double x, double max) {
+    double bound = type == DKV_I8 ? max / 127 / 2 : type == DKV_FP8 ? fmax(fabs(x) / 16, max / 448 / 1024) : 0;
+    return bound + (type == DKV_I8 || type == DKV_FP8 ? ldexp(max, -22) : 0);
 }
 
 /* What storing x in the output's type may add: half a unit in the last place, or half the smallest subnormal. */

@@ -162,8 +162,8 @@ static void open_column(column *c, int which, const dkv_pattern *p, const dkv_sh
     try(dkv_cache_create(&c->cache, &plan, s, (dkv_type)type, capacity, alloc), "cache");
     c->compress_s = seconds() - start;
     c->bytes_packed = dkv_kv_bytes_packed(&plan, s, (dkv_type)type);
-    c->bytes_peak = c->bytes_packed + dkv_kv_bytes_dense(s, (dkv_type)type, T_c) / s->L +
-                    dkv_kv_bytes_dense(s, (dkv_type)type, capacity);
+    dkv_type tail = dkv_tail_type((dkv_type)type); /* of the dense layer too */
+    c->bytes_peak = c->bytes_packed + dkv_kv_bytes_dense(s, tail, T_c) / s->L + dkv_kv_bytes_dense(s, tail, capacity);
     free(memory);
 }
 
@@ -351,7 +351,7 @@ static double fill_columns(column *columns, lm_model *m, const lm_ids *context, 
 static void assert_peak(const column *c, const counter *count) {
     const dkv_shape *s = dkv_cache_shape(c->cache);
     const dkv_plan *plan = dkv_cache_plan(c->cache);
-    const int64_t heads = (int64_t)s->L * s->Hkv, e = dkv_type_bytes((dkv_type)type);
+    const int64_t heads = (int64_t)s->L * s->Hkv, e = dkv_type_bytes(dkv_tail_type((dkv_type)type));
     const int64_t row = (s->d_k + s->d_v) * e, padded_row = ((s->d_k + 1) / 2 * 2 + (s->d_v + 15) / 16 * 16) * e;
     const int64_t records = 4096 + 256 * heads + plan->first[heads] * (int64_t)sizeof(dkv_run);
     const int64_t most = (c->bytes_peak / row + 3 * 16 * heads) * padded_row + records;

@@ -33,7 +33,7 @@ typedef struct {
 char **parse_options(int *argc, char **argv, const tool_option *options, const char *synopsis, const char *notes);
 
 #define BEYOND_CHOICES "error|clamp|keep|drop" /* dkv_beyond */
-#define TYPE_CHOICES   "f32|f16|bf16"          /* dkv_type */
+#define TYPE_CHOICES   "f32|f16|bf16|i8|fp8"          /* dkv_type */
 
 struct cJSON;
 
