@@ -868,6 +868,16 @@ DKV__PRIVATE void dkv__axpy_scalar(float *o, float w, const float *x, int64_t n)
 #include <cpuid.h>
 #include <immintrin.h>
 
+/* call, which names T, with T the constant that type is: one copy of an inlined body per type */
+#define DKV__BY_TYPE(type, call)                                \
+    switch (type) {                                             \
+    case DKV_F32: { const dkv_type T = DKV_F32; call; } break;  \
+    case DKV_F16: { const dkv_type T = DKV_F16; call; } break;  \
+    case DKV_BF16: { const dkv_type T = DKV_BF16; call; } break; \
+    case DKV_I8: { const dkv_type T = DKV_I8; call; } break;    \
+    case DKV_FP8: { const dkv_type T = DKV_FP8; call; } break;  \
+    }
+
 #define DKV__AVX2        __attribute__((target("avx2,fma,f16c")))
 #define DKV__AVX2_INLINE static inline __attribute__((always_inline, unused, target("avx2,fma,f16c")))
 
@@ -1003,14 +1013,7 @@ DKV__AVX2_INLINE void dkv__scores_rows_avx2(float *s, const float *q, int64_t ld
 
 DKV__PRIVATE DKV__AVX2 void dkv__scores_avx2(float *s, const float *q, int64_t ldq, int64_t m, const void *k,
                                              dkv_type type, int64_t d, int64_t n) {
-    const char *p = (const char *)k;
-    switch (type) {
-    case DKV_F32: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_F32, d, n); break;
-    case DKV_F16: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_F16, d, n); break;
-    case DKV_BF16: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_BF16, d, n); break;
-    case DKV_I8: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_I8, d, n); break;
-    case DKV_FP8: dkv__scores_rows_avx2(s, q, ldq, m, p, DKV_FP8, d, n); break;
-    }
+    DKV__BY_TYPE(type, dkv__scores_rows_avx2(s, q, ldq, m, (const char *)k, T, d, n));
 }
 
 /* dkv__exp on 8 lanes; max keeps a NaN as its second operand */
@@ -1143,13 +1146,7 @@ DKV__PRIVATE DKV__AVX2 void dkv__mix_avx2(float *o, int64_t ldo, const float *p,
     for (int64_t t = 0; t < n; t += DKV__STRIP, p += DKV__STRIP, alpha = dkv__ones) {
         const char *vt = (const char *)v + t * row;
         int64_t     k = dkv__min(n - t, DKV__STRIP);
-        switch (type) {
-        case DKV_F32: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_F32, dv, k); break;
-        case DKV_F16: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_F16, dv, k); break;
-        case DKV_BF16: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_BF16, dv, k); break;
-        case DKV_I8: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_I8, dv, k); break;
-        case DKV_FP8: dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, DKV_FP8, dv, k); break;
-        }
+        DKV__BY_TYPE(type, dkv__mix_rows_avx2(o, ldo, p, alpha, m, vt, T, dv, k));
     }
 }
 
@@ -1255,14 +1252,7 @@ DKV__AVX512_INLINE void dkv__scores_rows_avx512(float *s, const float *q, int64_
 
 DKV__PRIVATE DKV__AVX512 void dkv__scores_avx512(float *s, const float *q, int64_t ldq, int64_t m, const void *k,
                                                  dkv_type type, int64_t d, int64_t n) {
-    const char *p = (const char *)k;
-    switch (type) {
-    case DKV_F32: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_F32, d, n); break;
-    case DKV_F16: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_F16, d, n); break;
-    case DKV_BF16: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_BF16, d, n); break;
-    case DKV_I8: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_I8, d, n); break;
-    case DKV_FP8: dkv__scores_rows_avx512(s, q, ldq, m, p, DKV_FP8, d, n); break;
-    }
+    DKV__BY_TYPE(type, dkv__scores_rows_avx512(s, q, ldq, m, (const char *)k, T, d, n));
 }
 
 DKV__AVX512_INLINE __m512 dkv__exp16_avx512(__m512 x) { /* dkv__exp on 16 lanes */
@@ -1376,13 +1366,7 @@ DKV__PRIVATE DKV__AVX512 void dkv__mix_avx512(float *o, int64_t ldo, const float
     for (int64_t t = 0; t < n; t += DKV__STRIP, p += DKV__STRIP, alpha = dkv__ones) {
         const char *vt = (const char *)v + t * row;
         int64_t     k = dkv__min(n - t, DKV__STRIP);
-        switch (type) {
-        case DKV_F32: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_F32, dv, k); break;
-        case DKV_F16: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_F16, dv, k); break;
-        case DKV_BF16: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_BF16, dv, k); break;
-        case DKV_I8: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_I8, dv, k); break;
-        case DKV_FP8: dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, DKV_FP8, dv, k); break;
-        }
+        DKV__BY_TYPE(type, dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, T, dv, k));
     }
 }
 #if defined(__GNUC__) && !defined(__clang__)
