@@ -162,7 +162,8 @@ DKV_API dkv_tensor dkv_thd(const void *data, dkv_type type, int64_t heads, int64
 /* ---- allocator ----------------------------------------------------------- */
 
 /* Used by dkv_pattern_load and dkv_cache_* only. NULL, or NULL functions: malloc and free (with DKV_NO_STDIO:
-   DKV_ERR_MEMORY). free gets the size it was allocated with. */
+   DKV_ERR_MEMORY). free gets the size it was allocated with. Decoding reads all of a cache for every token: an allocator
+   that gives it 2 MB pages makes that 15 to 25 % faster (measured on Sapphire Rapids; examples/dkv/run.c has one). */
 typedef struct dkv_allocator {
     void *(*alloc)(void *user, size_t bytes);
     void (*free)(void *user, void *ptr, size_t bytes);

@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -69,9 +70,18 @@ typedef struct {
     int64_t now, peak;
 } counter;
 
+/* Memory in 2 MB pages where it is large: a walk through 4 KB pages reads up to a quarter slower. */
+static void *large_pages(size_t bytes) {
+    const size_t page = (size_t)2 << 20;
+    if (bytes < 2 * page || bytes > SIZE_MAX - page) return malloc(bytes);
+    void *p = aligned_alloc(page, (bytes + page - 1) / page * page);
+    if (p) madvise(p, bytes, MADV_HUGEPAGE); /* for speed only: may fail */
+    return p;
+}
+
 static void *counted_alloc(void *user, size_t bytes) {
     counter *c = user;
-    void *p = malloc(bytes);
+    void *p = large_pages(bytes);
     if (p) c->now += (int64_t)bytes;
     if (c->now > c->peak) c->peak = c->now;
     return p;
