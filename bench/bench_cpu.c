@@ -45,7 +45,8 @@ static const struct {
     {"decode", "bf16 f32", {1}, {32 * K}, 1, false},
     {"ragged", "f16 bf16", {1}, {128 * K}, 0.3, false},
     {"suffix", "f16 bf16", {8, 32}, {32 * K}, 1, false},
-    {"prefill", "f16", {512, 2048}, {2 * K, 8 * K, 32 * K}, 1, true},
+    {"prefill", "f16", {512}, {2 * K, 8 * K, 32 * K}, 1, true},
+    {"prefill", "f16", {2048}, {2 * K, 8 * K}, 1, true},
 };
 
 #define COUNT(a) (sizeof(a) / sizeof *(a))
@@ -478,7 +479,7 @@ static void run_row(size_t s, size_t r, size_t t, int64_t N_q, int64_t length, c
                     .type = types[t].type, .dense = rows[r].dense, .N_q = N_q};
     char what[32];
     snprintf(what, sizeof what, N_q > 1 ? "%s%lld" : "%s", rows[r].what, (long long)N_q);
-    snprintf(c.name, sizeof c.name, "%-11s %s %lldK %s", what, shapes[s].name, (long long)length / K, types[t].name);
+    snprintf(c.name, sizeof c.name, "%s %s %lldK %s", what, shapes[s].name, (long long)length / K, types[t].name);
     for (int g = 0; g < c.Hkv; g++) { /* multiples of 256, as llama.cpp pads its cache */
         const double share = rows[r].kept < 1 ? rows[r].kept * (0.2 + 1.6 * g / (c.Hkv - 1)) : 1;
         c.n[g] = (int64_t)(share * (double)length + 255) / 256 * 256;

@@ -46,7 +46,7 @@ static const char *torch_open(void **out, const bench_case *c, int mode) {
     FILE *f = fd >= 0 && !close(fd) && write_case(c, s->path) ? start(c, s->path) : NULL;
     strcpy(why, "no space in /tmp");
     while (f && s->n < 64 && fscanf(f, "%lf", &s->seconds[s->n]) == 1) s->n++;
-    if (f && !s->n && !fgets(why, sizeof why, f)) strcpy(why, "missing: python3");
+    if (f && !s->n && !fgets(why, sizeof why, f)) strcpy(why, "missing: python3, or bench_cpu was not started beside bench/");
     if (f) pclose(f);
     if (s->n) return NULL;
     unlink(s->path);
