@@ -25,7 +25,7 @@ typedef struct bench_case {
 typedef struct bench_peer {
     const char  *name;                                                  /* family, mode */
     int          mode;
-    const char *(*open)(void **state, const bench_case *c, int mode);   /* NULL, why not, or "": there is no such mode */
+    const char *(*open)(void **state, const bench_case *c, int mode);   /* NULL; why not; "": there is no such mode */
     double      (*run)(void *state, int64_t layer);                     /* seconds; layer counts up */
     void        (*read)(void *state, float *out);                       /* out [N_q][H][d] of the last run */
     void        (*close)(void *state);                                  /* may be NULL */

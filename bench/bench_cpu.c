@@ -91,18 +91,20 @@ typedef struct { double read_one, read, gemm; } rates;
 
 typedef uint64_t vector __attribute__((vector_size(64), may_alias));
 
-#define READ(name, target)                                                                    \
-    target static uint64_t name(const vector *p, int64_t n) {                                 \
-        vector a = {0}, b = a, c = a, e = a;                                                  \
-        for (int64_t i = 0; i < n; i += 4) a ^= p[i], b ^= p[i + 1], c ^= p[i + 2], e ^= p[i + 3]; \
-        a ^= b ^ c ^ e;                                                                       \
-        return a[0] ^ a[1] ^ a[2] ^ a[3] ^ a[4] ^ a[5] ^ a[6] ^ a[7];                         \
+#define READ(name, target)                                            \
+    target static uint64_t name(const vector *p, int64_t n) {         \
+        vector a = {0}, b = a, c = a, e = a;                          \
+        for (int64_t i = 0; i < n; i += 4)                            \
+            a ^= p[i], b ^= p[i + 1], c ^= p[i + 2], e ^= p[i + 3];   \
+        a ^= b ^ c ^ e;                                               \
+        return a[0] ^ a[1] ^ a[2] ^ a[3] ^ a[4] ^ a[5] ^ a[6] ^ a[7]; \
     }
 READ(read_any, )
 #if defined(__x86_64__)
 READ(read_avx2, __attribute__((target("avx2"))))
 READ(read_avx512, __attribute__((target("avx512f"))))
-#define READ_BEST (__builtin_cpu_supports("avx512f") ? read_avx512 : __builtin_cpu_supports("avx2") ? read_avx2 : read_any)
+#define READ_BEST (__builtin_cpu_supports("avx512f") ? read_avx512 \
+                   : __builtin_cpu_supports("avx2") ? read_avx2 : read_any)
 #else
 #define READ_BEST read_any
 #endif
@@ -246,8 +248,8 @@ static void cache_free(void *user, void *p, size_t bytes) { (void)user, (void)p,
 
 static dkv_attention our_attention(const our_state *s, int64_t layer) {
     const bench_case *c = s->c;
-    return dkv_cache_attention(s->cache, (int)(layer % dkv_cache_shape(s->cache)->L), dkv_thd(c->q, DKV_F32, c->H, c->d),
-                               c->N_q, dkv_thd(s->out, DKV_F32, c->H, c->d));
+    const dkv_tensor q = dkv_thd(c->q, DKV_F32, c->H, c->d), out = dkv_thd(s->out, DKV_F32, c->H, c->d);
+    return dkv_cache_attention(s->cache, (int)(layer % dkv_cache_shape(s->cache)->L), q, c->N_q, out);
 }
 
 static double bytes_of(const bench_case *c) {
@@ -283,12 +285,13 @@ static const char *our_open(void **state, const bench_case *c, int mode) {
     const dkv_segment source = dkv_strided(rows_from(c, c->k, 0), rows_from(c, c->v, 0), T_c);
     our_state *s = *state = bench_alloc(sizeof *s);
     dkv_plan plan;
+    (void)mode;
     if (!s || !(s->out = bench_alloc(c->N_q * c->H * c->d * 4))) return "no memory";
     s->c = c;
     dkv_result r = our_plan(c, L, T_c, &plan);
     if (!r) r = dkv_cache_create(&s->cache, &plan, &(dkv_shape){L, c->H, c->Hkv, c->d, c->d}, c->type, c->n_max - T_c,
                                  &(dkv_allocator){cache_alloc, cache_free, NULL});
-    for (int l = mode; !r && l < L; l++) {
+    for (int l = 0; !r && l < L; l++) {
         if (T_c) r = dkv_cache_pack(s->cache, l, &source);
         if (!r) r = dkv_cache_append(s->cache, l, rows_from(c, c->k, T_c), rows_from(c, c->v, T_c), c->n_max - T_c);
     }
@@ -381,7 +384,8 @@ static void print_head(const rates *r) {
            sysconf(_SC_LEVEL3_CACHE_SIZE) >> 20, threads, dkv_simd_name(dkv_simd_level()));
     printf("distance_kv %s, ggml %s, %s (kernels: %s), compiler %s\n", dkv_version(), bench_ggml_version(),
            openblas_get_config(), openblas_get_corename(), __VERSION__);
-    printf("read %.1f GB/s by one thread, %.1f by all; sgemm %.0f GF/s\n", r->read_one / 1e9, r->read / 1e9, r->gemm / 1e9);
+    printf("read %.1f GB/s by one thread, %.1f by all; sgemm %.0f GF/s\n", r->read_one / 1e9, r->read / 1e9,
+           r->gemm / 1e9);
     if (load > 0.5) printf("Load %.1f: other programs are running, these times are worth nothing.\n", load);
     printf("\n%-28s %9s %9s %9s %6s %5s %6s %5s %9s %6s", "", "ours ms", "min", "max", "GB/s", "read", "GF/s", "sgemm",
            "limit ms", "error");
@@ -392,7 +396,8 @@ static void print_head(const rates *r) {
 static const contender *best_of(const contender *all, int n, const char *family) {
     const contender *best = NULL;
     for (const contender *e = all; e < all + n; e++)
-        if (!*e->why && !strncmp(e->peer->name, family, strlen(family)) && (!best || median(e) < median(best))) best = e;
+        if (!*e->why && !strncmp(e->peer->name, family, strlen(family)))
+            if (!best || median(e) < median(best)) best = e;
     return best;
 }
 
@@ -421,8 +426,8 @@ static void report(const bench_case *c, const rates *r, const contender *all, in
     const double read_ms = 1e3 * bytes / r->read, gemm_ms = 1e3 * flops / r->gemm, limit_ms = fmax(read_ms, gemm_ms);
     if (*all->why) printf("%-28s %s", c->name, all->why);
     else printf("%-28s %9.3f %9.3f %9.3f %6.1f %4.0f%% %6.0f %4.0f%% %9.3f %6.0e", c->name, ms, all->ms[0],
-                all->ms[all->runs - 1], bytes / ms / 1e6, 100 * read_ms / ms, flops / ms / 1e6, 100 * gemm_ms / ms, limit_ms,
-                all->error);
+                all->ms[all->runs - 1], bytes / ms / 1e6, 100 * read_ms / ms, flops / ms / 1e6, 100 * gemm_ms / ms,
+                limit_ms, all->error);
     for (size_t f = 1; f < COUNT(families); f++) {
         const contender *best = best_of(all, n, families[f].name);
         if (best) printf(" %9.3f %6.2fx  ", median(best), median(best) / ms);
@@ -435,8 +440,8 @@ static void report(const bench_case *c, const rates *r, const contender *all, in
     if (!json) return;
     fprintf(json, "%s{\"case\": \"%s\", \"device\": \"%s\", \"isa\": \"%s\", \"dtype\": \"%s\", \"threads\": %d, "
             "\"ours_ms\": %.4f, \"ours_min_ms\": %.4f, \"ours_max_ms\": %.4f, \"runs\": %d, \"limit_ms\": %.4f, "
-            "\"limit_what\": \"%s\"", comma, c->name, cpu_name(), dkv_simd_name(dkv_simd_level()), dkv_type_name(c->type),
-            threads, ms, all->ms[0], all->ms[all->runs ? all->runs - 1 : 0], (int)all->runs, limit_ms,
+            "\"limit_what\": \"%s\"", comma, c->name, cpu_name(), dkv_simd_name(dkv_simd_level()),
+            dkv_type_name(c->type), threads, ms, all->ms[0], all->ms[all->runs ? all->runs - 1 : 0], (int)all->runs, limit_ms,
             read_ms >= gemm_ms ? "read" : "sgemm");
     write_list(all, n, false);
     write_list(all, n, true);

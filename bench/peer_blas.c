@@ -25,9 +25,10 @@ INLINE float exp_body(float *s, int64_t n, float m) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < n; i++) {
-        float x = (s[i] - m < -87 ? -87 : s[i] - m) * 1.44269504f, whole = x + 12582912.f - 12582912.f, f = x - whole;
-        float y = 1.33978e-3f, two_to_whole;
-        y = y * f + 9.67705e-3f, y = y * f + 5.55073e-2f, y = y * f + 2.40222e-1f, y = y * f + 6.93147e-1f, y = y * f + 1;
+        float x = (s[i] - m < -87 ? -87 : s[i] - m) * 1.44269504f, whole = x + 12582912.f - 12582912.f;
+        float f = x - whole, y = 1.33978e-3f, two_to_whole;
+        y = y * f + 9.67705e-3f, y = y * f + 5.55073e-2f, y = y * f + 2.40222e-1f, y = y * f + 6.93147e-1f;
+        y = y * f + 1;
         int32_t bits = ((int32_t)whole + 127) << 23;
         memcpy(&two_to_whole, &bits, 4);
         sum += s[i] = y * two_to_whole;
@@ -44,8 +45,9 @@ __attribute__((target("avx512f"))) static float exp_avx512(float *s, int64_t n, 
 #define EXP exp_any
 #endif
 
-/* logits[rows][n] = q k^T and out[rows][d] += logits v, by one product of matrices or a product with a vector per row. */
-static void multiply(int mode, bool values, int64_t rows, int64_t n, int64_t d, float *q, const float *kv, float *s) {
+/* logits s[rows][n] = q k^T, or with values q[rows][d] += s v: by one product of matrices or a vector's per row. */
+static void multiply(int mode, bool values, int64_t rows, int64_t n, int64_t d, float *q, const float *kv,
+                     float *s) {
     const int R = (int)rows, N = (int)n, D = (int)d;
     if (mode == GEMM && !values)
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, R, N, D, 1, q, D, kv, D, 0, s, TILE);
@@ -106,7 +108,8 @@ static void combine(const state *s, int64_t g, int64_t block) {
 }
 
 static const char *blas_open(void **out, const bench_case *c, int mode) {
-    const int64_t G = c->H / c->Hkv, queries = c->N_q < QUERIES ? c->N_q : QUERIES, blocks = (c->N_q + QUERIES - 1) / QUERIES;
+    const int64_t G = c->H / c->Hkv, queries = c->N_q < QUERIES ? c->N_q : QUERIES;
+    const int64_t blocks = (c->N_q + QUERIES - 1) / QUERIES;
     const int64_t splits = blocks == 1 ? 2 * c->threads : 1, tasks = c->Hkv * blocks * splits, rows = G * queries;
     if (mode == GEMV && G * c->N_q > 32) return "";
     state *s = *out = bench_alloc(sizeof *s);

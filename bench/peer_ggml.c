@@ -23,7 +23,8 @@ typedef struct {
     struct ggml_tensor *k[MAX_NODES], *v[MAX_NODES], *out[MAX_NODES];
 } state;
 
-static const enum ggml_type types[] = {[DKV_F32] = GGML_TYPE_F32, [DKV_F16] = GGML_TYPE_F16, [DKV_BF16] = GGML_TYPE_BF16};
+static const enum ggml_type types[] = {[DKV_F32] = GGML_TYPE_F32, [DKV_F16] = GGML_TYPE_F16,
+                                       [DKV_BF16] = GGML_TYPE_BF16};
 
 const char *bench_ggml_version(void) { return ggml_version(); }
 
@@ -92,7 +93,8 @@ static const char *peer_open(void **out, const bench_case *c, int mode) {
     *s = (state){.c = c, .kv = kv, .mode = mode, .nodes = nodes, .rows = mode & GROUPED ? G : c->N_q,
                  .heads = (mode & GROUPED ? c->Hkv : c->H) / nodes};
     ggml_cpu_init();
-    s->ctx = ggml_init((struct ggml_init_params){ggml_tensor_overhead() * 8 * MAX_NODES + ggml_graph_overhead(), NULL, true});
+    const size_t overhead = ggml_tensor_overhead() * 8 * MAX_NODES + ggml_graph_overhead();
+    s->ctx = ggml_init((struct ggml_init_params){overhead, NULL, true});
     s->graph = ggml_new_graph(s->ctx);
     struct ggml_tensor *q = ggml_new_tensor_3d(s->ctx, GGML_TYPE_F32, c->d, c->H, c->N_q);
     q->data = (void *)(uintptr_t)c->q;

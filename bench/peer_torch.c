@@ -29,8 +29,8 @@ static FILE *start(const bench_case *c, const char *path) {
     const char *python = getenv("TORCH_PYTHON");
     int64_t layers = bench_layers(2 * c->Hkv * c->n_max * c->d * dkv_type_bytes(c->type));
     int at = snprintf(command, sizeof command, "'%s' bench/peer_torch.py %s %s %d %d %d %d %d %d %d",
-                      python ? python : "python3", path, dkv_type_name(c->type), c->threads, (int)layers, c->H, c->Hkv, c->d,
-                      (int)c->N_q, (int)c->n_max);
+                      python ? python : "python3", path, dkv_type_name(c->type), c->threads, (int)layers, c->H, c->Hkv,
+                      c->d, (int)c->N_q, (int)c->n_max);
     for (int g = 0; g < c->Hkv && at < 1900; g++)
         at += snprintf(command + at, sizeof command - (size_t)at, " %d", (int)c->n[g]);
     return popen(command, "r");
@@ -38,15 +38,16 @@ static FILE *start(const bench_case *c, const char *path) {
 
 static const char *torch_open(void **out, const bench_case *c, int mode) {
     static char why[256];
+    (void)mode;
     if (!strncmp(why, "missing", 7)) return why;
     state *s = *out = bench_alloc(sizeof *s);
     if (!s) return "no memory";
-    *s = (state){.path = "/tmp/bench-torch-XXXXXX", .floats = c->N_q * c->H * c->d, .n = mode};
+    *s = (state){.path = "/tmp/bench-torch-XXXXXX", .floats = c->N_q * c->H * c->d};
     const int fd = mkstemp(s->path);
     FILE *f = fd >= 0 && !close(fd) && write_case(c, s->path) ? start(c, s->path) : NULL;
     strcpy(why, "no space in /tmp");
     while (f && s->n < 64 && fscanf(f, "%lf", &s->seconds[s->n]) == 1) s->n++;
-    if (f && !s->n && !fgets(why, sizeof why, f)) strcpy(why, "missing: python3, or bench_cpu was not started beside bench/");
+    if (f && !s->n && !fgets(why, sizeof why, f)) strcpy(why, "missing: python3, or bench/ is not here");
     if (f) pclose(f);
     if (s->n) return NULL;
     unlink(s->path);

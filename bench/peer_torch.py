@@ -35,7 +35,8 @@ group_mask = mask if mask is None else mask.repeat(G, 1)
 
 def grouped(layer):
     """The G heads of a group as rows of one matrix: K and V are read once."""
-    return [sdpa(q.reshape(1, k.shape[1], -1, d), k, v, attn_mask=group_mask).view_as(q) for q, (k, v) in zip(queries, layer)]
+    return [sdpa(q.reshape(1, k.shape[1], -1, d), k, v, attn_mask=group_mask).view_as(q)
+            for q, (k, v) in zip(queries, layer)]
 
 
 def gqa(layer):
