@@ -12,15 +12,18 @@
 
        dkv_pattern pattern;                                       // the learned bits, read in place
        dkv_pattern_read(&pattern, file_bytes, file_size);
+       if (dkv_pattern_matches(&pattern, L, H, Hkv, d)) return;   // made for another model
 
        size_t bytes;                                              // which positions survive: exact before prefill
        dkv_plan plan;
        dkv_plan_make(&plan, NULL, &bytes, &pattern, T_c, DKV_BEYOND_ERROR);
-       dkv_plan_make(&plan, malloc(bytes), &bytes, &pattern, T_c, DKV_BEYOND_ERROR);
+       void *memory = malloc(bytes);
+       dkv_plan_make(&plan, memory, &bytes, &pattern, T_c, DKV_BEYOND_ERROR);
 
        dkv_cache *cache;                                          // packed context + room for 512 more tokens
        dkv_shape shape = {L, H, Hkv, d, d};
        dkv_cache_create(&cache, &plan, &shape, DKV_F16, 512, NULL);
+       free(memory);
        for (int l = 0; l < L; l++) {                              // K, V of layer l: [T_c][Hkv][d], after RoPE
            dkv_segment dense = dkv_strided(dkv_thd(K[l], DKV_F32, Hkv, d), dkv_thd(V[l], DKV_F32, Hkv, d), T_c);
            dkv_cache_pack(cache, l, &dense);                      // layer l's dense K and V may be freed now
@@ -28,7 +31,7 @@
        for (int l = 0; l < L; l++) {                              // one decoding step, at position T_c, T_c + 1, ...
            dkv_cache_append(cache, l, k, v, 1);                   // k, v: dkv_tensor of the new token, [1][Hkv][d]
            dkv_attention a = dkv_cache_attention(cache, l, q, 1, out);   // q, out: [1][H][d]
-           dkv_attend(&a, 1, workspace, workspace_bytes, NULL);
+           dkv_attend(&a, 1, workspace, workspace_bytes, NULL);   // 64-byte aligned, dkv_attend_size bytes
        }
 
    DOES NOT: learn patterns (yet), run on a GPU (yet), load models, choose positions from the query, evict while
@@ -54,7 +57,7 @@
      Memory    yours, unless a function takes a dkv_allocator. Passing NULL memory asks for the size. Nothing on the
                decoding path allocates.
      Errors    a dkv_result, 0 = DKV_OK. Bad data (files, sizes, shapes, memory) gives a code, and then nothing was
-               written. Broken contracts (NULL where a pointer is required) hit DKV_ASSERT.
+               written. Broken contracts (an index out of range, NULL data) hit DKV_ASSERT, or are undefined without.
      Threads   no global state but the SIMD level (atomic). Patterns, plans and packed data are immutable after they
                are made: share them freely. A cache's tail and a workspace belong to one thread at a time, except
                inside dkv_attend_part and dkv_attend_combine.
@@ -161,9 +164,10 @@ DKV_API dkv_tensor dkv_thd(const void *data, dkv_type type, int64_t heads, int64
 
 /* ---- allocator ----------------------------------------------------------- */
 
-/* Used by dkv_pattern_load and dkv_cache_* only. NULL, or NULL functions: malloc and free (with DKV_NO_STDIO:
-   DKV_ERR_MEMORY). free gets the size it was allocated with. Decoding reads all of a cache for every token: an allocator
-   that gives it 2 MB pages makes that 15 to 25 % faster (measured on Sapphire Rapids; examples/dkv/run.c has one). */
+/* Used by dkv_pattern_load and dkv_cache_* only; by forks from whatever thread calls them. NULL, or NULL functions:
+   malloc and free (with DKV_NO_STDIO: DKV_ERR_MEMORY). free gets the size it was allocated with. Decoding reads all of
+   a cache for every token: an allocator that gives it 2 MB pages makes that 15 to 25 % faster (measured on Sapphire
+   Rapids; examples/dkv/run.c has one). */
 typedef struct dkv_allocator {
     void *(*alloc)(void *user, size_t bytes);
     void (*free)(void *user, void *ptr, size_t bytes);
@@ -202,7 +206,7 @@ typedef struct dkv_pattern {
 } dkv_pattern;
 
 DKV_API int64_t dkv_pattern_words(int64_t D);                               /* 64-bit words in a row of bits */
-DKV_API int     dkv_pattern_get(const dkv_pattern *p, int l, int h, int64_t b);  /* M[l][h][b], 0 or 1 */
+DKV_API int     dkv_pattern_get(const dkv_pattern *p, int l, int h, int64_t b);  /* M[l][h][b], b 0..D-1 */
 DKV_API void    dkv_bits_set(void *bits, const dkv_pattern *p, int l, int h, int64_t b, int value);
 DKV_API int64_t dkv_pattern_count(const dkv_pattern *p);                    /* ones in M */
 
@@ -241,9 +245,10 @@ DKV_API uint32_t dkv_pattern_crc(const dkv_pattern *p);
 
 #ifndef DKV_NO_STDIO
 /* Reads a file into one allocation, to be freed by dkv_pattern_free with the same allocator. IO, MEMORY, and
-   dkv_pattern_read's errors. dkv_pattern_save writes beside the target and renames: a failure loses nothing. */
+   dkv_pattern_read's errors. dkv_pattern_save (which uses malloc) writes PATH.tmp and renames it: a failure loses
+   nothing. Pipes and devices are written to directly. */
 DKV_API dkv_result dkv_pattern_load(dkv_pattern *out, const char *path, const dkv_allocator *alloc);
-DKV_API void       dkv_pattern_free(dkv_pattern *p, const dkv_allocator *alloc);
+DKV_API void       dkv_pattern_free(dkv_pattern *p, const dkv_allocator *alloc); /* a zeroed or freed one: no effect */
 DKV_API dkv_result dkv_pattern_save(const dkv_pattern *p, const char *path);
 #endif
 
@@ -290,7 +295,7 @@ typedef struct dkv_plan {
 } dkv_plan;
 
 /* Each maker: mem NULL asks, *bytes = size needed and *plan is untouched. Otherwise mem must hold *bytes, 8-byte
-   aligned (ALIGN), at least the size needed (CAPACITY). O(L * Hkv * D / W's runs); does not look at K or V.
+   aligned (ALIGN), at least the size needed (CAPACITY). O(L * Hkv * D); does not look at K or V.
 
    From a pattern: Keep(l, g, i) = sink or recent or OR over the group of M[l][h][bin(i)]. T_c 0..2^36. FIELD, RANGE. */
 DKV_API dkv_result dkv_plan_make(dkv_plan *plan, void *mem, size_t *bytes, const dkv_pattern *p, int64_t T_c,
@@ -302,7 +307,7 @@ DKV_API dkv_result dkv_plan_from_positions(dkv_plan *plan, void *mem, size_t *by
                                            const int64_t *positions, const int64_t *counts);
 
 /* For a second turn: what old kept, and its suffix [old->T_c, T_c), as far as the pattern keeps it at the new T_c.
-   Evicted positions do not return. FIELD, RANGE, SHAPE, ORDER (T_c < old->T_c). */
+   Evicted positions do not return. FIELD, RANGE, SHAPE, ORDER (T_c < old->T_c), OVERLAP (mem with old). */
 DKV_API dkv_result dkv_plan_refine(dkv_plan *plan, void *mem, size_t *bytes, const dkv_plan *old,
                                    const dkv_pattern *p, int64_t T_c, dkv_beyond beyond);
 
@@ -356,15 +361,17 @@ DKV_API dkv_segment dkv_strided(dkv_tensor k, dkv_tensor v, int64_t n);
 
 /* Packs the survivors of layer l, in order. source holds all plan->T_c positions (row i = position i) of
    K [T_c][Hkv][d_k] and V [T_c][Hkv][d_v], K already rotated. mem NULL: *bytes = size needed. out refers to
-   plan->rows: keep the plan. Rounds to type, see dkv_type. CAPACITY, ALIGN, OVERLAP, SHAPE, TYPE. */
+   plan->rows: keep the plan. Rounds to type, see dkv_type (f16: beyond 65504 is infinity). CAPACITY, ALIGN, OVERLAP,
+   SHAPE, TYPE. */
 DKV_API dkv_result dkv_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type type, const dkv_plan *plan, int l,
                             int d_k, int d_v, const dkv_segment *source);
 
 /* In place: moves the survivors of layer l to rows 0..rows-1 of the caller's own strided tensors, which then form the
-   segment {.k, .v, .rows = plan->rows + l * Hkv}. */
+   segment {.k, .v, .rows = plan->rows + l * Hkv}. SHAPE, TYPE, OVERLAP (k and v of one address). */
 DKV_API dkv_result dkv_pack_front(dkv_tensor k, dkv_tensor v, const dkv_plan *plan, int l, int d_k, int d_v);
 
-/* The plain way back: rows of KV head g to tensors [rows][Hkv][d], with scales applied. Exact when the types agree. */
+/* The plain way back: rows of KV head g to tensors [rows][Hkv][d], with scales applied. Exact when the types agree.
+   TYPE, OVERLAP. */
 DKV_API dkv_result dkv_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *packed, int g);
 
 /* ---- attention ----------------------------------------------------------- */
@@ -396,8 +403,9 @@ typedef struct dkv_parallel {
 
 /* a[n]: a batch of any mix of lengths, heads and layers; n = 1 for one. The workspace serves nth threads and keys of
    any length; 64-byte aligned. All checks happen before anything is written:
-   SHAPE, TYPE, FIELD (scale or softcap below 0 or NaN), CAPACITY (workspace), ALIGN, OVERLAP. par NULL: OpenMP if
-   compiled in, with as many threads as the workspace serves, else this thread alone. */
+   SHAPE, TYPE, FIELD (scale or softcap negative or not finite), STATE (a layer not packed yet), CAPACITY (workspace),
+   ALIGN, OVERLAP (out or lse with an input, each other or the workspace). dkv_attend_size looks at no memory. par NULL:
+   OpenMP if compiled in, with as many threads as the workspace serves, else this thread alone. */
 DKV_API dkv_result dkv_attend_size(size_t *bytes, const dkv_attention *a, int64_t n, int nth);
 DKV_API dkv_result dkv_attend(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par);
 
@@ -413,7 +421,8 @@ DKV_API dkv_result dkv_attend_combine(const dkv_attention *a, int64_t n, void *w
    One allocation each for the shared part and the tail. Destroying the last fork frees the shared part. */
 typedef struct dkv_cache dkv_cache;
 
-/* Copies the plan. The plan with T_c = 0 gives a plain dense cache. SHAPE, TYPE, FIELD (capacity), MEMORY. */
+/* Copies the plan, whose memory may be freed. The plan with T_c = 0 gives a plain dense cache. SHAPE, TYPE, FIELD
+   (capacity), MEMORY. */
 DKV_API dkv_result dkv_cache_create(dkv_cache **out, const dkv_plan *plan, const dkv_shape *shape, dkv_type type,
                                     int64_t capacity, const dkv_allocator *alloc);
 DKV_API void       dkv_cache_destroy(dkv_cache *c); /* NULL is allowed */
@@ -429,7 +438,8 @@ DKV_API int64_t    dkv_cache_capacity(const dkv_cache *c);
 DKV_API dkv_result dkv_cache_truncate(dkv_cache *c, int64_t n);      /* every layer's tail to at most n rows, n >= 0 */
 
 /* A second cache over the same packed context, with a copy of the tail: one context, many questions. Thread-safe
-   against other forks of the same context. All layers must be packed (STATE). CAPACITY if the tail does not fit. */
+   against other forks of the same context, not against appends to c. All layers must be packed (STATE). CAPACITY if
+   the tail does not fit. */
 DKV_API dkv_result dkv_cache_fork(dkv_cache **out, const dkv_cache *c, int64_t capacity);
 
 /* The next turn: a new cache of the context so far (T_c + tail tokens), compressed by refining the plan (see
@@ -477,6 +487,9 @@ DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t b
 #ifndef DKV_NO_STDIO
 #include <stdio.h>
 #include <stdlib.h>
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/stat.h>
+#endif
 #endif
 
 #if defined(__GNUC__) || defined(__clang__)
@@ -506,6 +519,7 @@ DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t b
 
 #define DKV__ALIGN 64   /* of every buffer that leaves read: a cache line, a 512-bit register */
 #define DKV__MAX_D 576  /* largest head dimension (MLA's latent K) */
+#define DKV__MAX_HEADS 4096 /* and layers */
 #define DKV__FAR   ((int64_t)1 << 36) /* limit of lengths that a file or caller may name: totals stay in 64 bits */
 
 DKV__INLINE int64_t dkv__min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -664,22 +678,26 @@ DKV__PRIVATE void dkv__free(const dkv_allocator *a, void *ptr, size_t bytes) {
 
 DKV__INLINE int dkv__aligned(const void *p, size_t to) { return ((uintptr_t)p & (to - 1)) == 0; }
 
+/* Strides may be nonsense until the tensor is read: their products must not be undefined. */
+DKV__INLINE int64_t dkv__wrapping_mul(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
+
 /* The address range that a strided tensor can touch; empty when a count is 0. */
 typedef struct dkv__range { uintptr_t begin, end; } dkv__range;
 
 DKV__PRIVATE dkv__range dkv__tensor_range(const dkv_tensor *t, int64_t tokens, int64_t heads, int64_t d) {
     dkv__range r = {0, 0};
     if (tokens <= 0 || heads <= 0 || d <= 0) return r;
-    int64_t low = 0, high = 0, last[3], i;
-    last[0] = (tokens - 1) * t->stride_token;
-    last[1] = (heads - 1) * t->stride_head;
-    last[2] = (d - 1) * t->stride_dim;
+    uintptr_t low = 0, high = 0;
+    int64_t   last[3], i;
+    last[0] = dkv__wrapping_mul(tokens - 1, t->stride_token);
+    last[1] = dkv__wrapping_mul(heads - 1, t->stride_head);
+    last[2] = dkv__wrapping_mul(d - 1, t->stride_dim);
     for (i = 0; i < 3; i++) {
-        low += dkv__min(last[i], 0);
-        high += dkv__max(last[i], 0);
+        low += (uintptr_t)dkv__min(last[i], 0);
+        high += (uintptr_t)dkv__max(last[i], 0);
     }
-    r.begin = (uintptr_t)t->data + (uintptr_t)low;
-    r.end = (uintptr_t)t->data + (uintptr_t)(high + dkv_type_bytes(t->type));
+    r.begin = (uintptr_t)t->data + low;
+    r.end = (uintptr_t)t->data + high + (uintptr_t)dkv_type_bytes(t->type);
     return r;
 }
 
@@ -1445,10 +1463,12 @@ DKV__INLINE const uint8_t *dkv__bits_row(const dkv_pattern *p, int64_t row) { /*
 }
 
 DKV_API int dkv_pattern_get(const dkv_pattern *p, int l, int h, int64_t b) {
+    DKV_ASSERT(l >= 0 && l < p->L && h >= 0 && h < p->H && b >= 0 && b < p->D);
     return dkv__bits_row(p, (int64_t)l * p->H + h)[b / 8] >> (b % 8) & 1;
 }
 
 DKV_API void dkv_bits_set(void *bits, const dkv_pattern *p, int l, int h, int64_t b, int value) {
+    DKV_ASSERT(l >= 0 && l < p->L && h >= 0 && h < p->H && b >= 0 && b < p->D);
     uint8_t *byte = (uint8_t *)bits + ((int64_t)l * p->H + h) * dkv_pattern_words(p->D) * 8 + b / 8;
     unsigned mask = 1u << (b % 8);
     *byte = (uint8_t)(value ? *byte | mask : *byte & ~mask);
@@ -1474,7 +1494,7 @@ DKV__PRIVATE int dkv__text_ok(const char *text, int64_t size) {
 }
 
 DKV__PRIVATE dkv_result dkv__pattern_check_fields(const dkv_pattern *p) {
-    const int32_t most = 4096;
+    const int32_t most = DKV__MAX_HEADS;
     if (p->L < 1 || p->L > most || p->H < 1 || p->H > most || p->Hkv < 1 || p->Hkv > most) return DKV_ERR_FIELD;
     if (p->H % p->Hkv) return DKV_ERR_SHAPE;
     if (p->D < 1 || p->D > 1 << 20 || p->d < 0 || p->d > DKV__MAX_D) return DKV_ERR_FIELD;
@@ -1648,8 +1668,28 @@ DKV_API dkv_result dkv_pattern_load(dkv_pattern *out, const char *path, const dk
 }
 
 DKV_API void dkv_pattern_free(dkv_pattern *p, const dkv_allocator *alloc) {
+    if (!p->bits) return;
     dkv__free(alloc, (void *)((uintptr_t)p->bits - DKV__PATTERN_HEADER), (size_t)dkv__pattern_bytes(p));
     p->bits = p->p = NULL;
+}
+
+/* A pipe or a device is written to; only a plain file, or a new one, may be replaced by a rename. */
+DKV__PRIVATE int dkv__replaceable(const char *path) {
+#if defined(__unix__) || defined(__APPLE__)
+    struct stat s;
+    return stat(path, &s) != 0 || S_ISREG(s.st_mode);
+#else
+    (void)path;
+    return 1;
+#endif
+}
+
+DKV__PRIVATE dkv_result dkv__file_write(const char *path, const void *data, size_t bytes) {
+    FILE *f = fopen(path, "wb");
+    if (!f) return DKV_ERR_IO;
+    int bad = fwrite(data, 1, bytes, f) != bytes;
+    bad |= fclose(f) != 0; /* the last bytes may fail only here */
+    return bad ? DKV_ERR_IO : DKV_OK;
 }
 
 DKV_API dkv_result dkv_pattern_save(const dkv_pattern *p, const char *path) {
@@ -1657,22 +1697,18 @@ DKV_API dkv_result dkv_pattern_save(const dkv_pattern *p, const char *path) {
     dkv_result r = dkv_pattern_write(NULL, &bytes, p);
     if (r) return r;
     char *image = (char *)malloc(bytes), *beside = (char *)malloc(n + 5);
-    FILE *f = NULL;
     if (!image || !beside) r = DKV_ERR_MEMORY;
     if (!r) {
         memcpy(beside, path, n);
         memcpy(beside + n, ".tmp", 5);
         r = dkv_pattern_write(image, &bytes, p);
-        f = r ? NULL : fopen(beside, "wb");
-        if (!r && !f) r = DKV_ERR_IO;
     }
-    if (f) {
-        int bad = fwrite(image, 1, bytes, f) != bytes;
-        bad |= fclose(f) != 0; /* the last bytes may fail only here */
-        if (bad || rename(beside, path)) {
-            remove(beside);
-            r = DKV_ERR_IO;
-        }
+    if (!r && !dkv__replaceable(path)) {
+        r = dkv__file_write(path, image, bytes);
+    } else if (!r) {
+        r = dkv__file_write(beside, image, bytes);
+        if (!r && rename(beside, path)) r = DKV_ERR_IO;
+        if (r) remove(beside);
     }
     free(image);
     free(beside);
@@ -1722,6 +1758,7 @@ DKV_API void dkv_union_row(const dkv_pattern *p, int l, int g, uint64_t *row) {
 }
 
 DKV_API int dkv_union_get(const dkv_pattern *p, int l, int g, int64_t b) {
+    DKV_ASSERT(l >= 0 && l < p->L && g >= 0 && g < p->Hkv && b >= 0 && b < p->D);
     return (int)(dkv__union_word(p, l, g, b / 64) >> (b % 64) & 1u);
 }
 
@@ -1757,7 +1794,6 @@ DKV__PRIVATE void dkv__emit(dkv__runs *to, int64_t begin, int64_t end) {
 }
 
 /* What a maker knows; each walk emits the spans of flat head f = l * Hkv + g in ascending order. */
-typedef struct dkv__image dkv__image; /* of a saved cache: see [CACHE] */
 typedef struct dkv__maker {
     void (*walk)(dkv__runs *to, const struct dkv__maker *m, int64_t f);
     const dkv_pattern *p;
@@ -1765,8 +1801,19 @@ typedef struct dkv__maker {
     dkv_beyond         beyond;
     const dkv_plan    *old;
     const int64_t     *positions, *counts;
-    const dkv__image  *image;
+    const uint8_t     *file_counts, *file_spans; /* the same, as a saved cache holds them: see [CACHE] */
 } dkv__maker;
+
+/* The first run of head f that ends after pos; first[f + 1] if there is none. */
+DKV__PRIVATE int64_t dkv__run_after(const dkv_plan *plan, int64_t f, int64_t pos) {
+    int64_t lo = plan->first[f], hi = plan->first[f + 1];
+    while (lo < hi) {
+        int64_t mid = lo + (hi - lo) / 2;
+        if (plan->runs[mid].pos + plan->runs[mid].len > pos) hi = mid;
+        else lo = mid + 1;
+    }
+    return lo;
+}
 
 /* Emits [begin, end) as far as the old plan still has it (all of its suffix), or as it is. */
 DKV__PRIVATE void dkv__emit_kept(dkv__runs *to, const dkv__maker *m, int64_t f, int64_t begin, int64_t end) {
@@ -1774,14 +1821,9 @@ DKV__PRIVATE void dkv__emit_kept(dkv__runs *to, const dkv__maker *m, int64_t f, 
         dkv__emit(to, begin, end);
         return;
     }
-    int64_t lo = m->old->first[f], hi = m->old->first[f + 1];
-    while (lo < hi) { /* the first run that ends after begin */
-        int64_t mid = lo + (hi - lo) / 2;
-        if (m->old->runs[mid].pos + m->old->runs[mid].len > begin) hi = mid;
-        else lo = mid + 1;
-    }
-    for (; lo < m->old->first[f + 1] && m->old->runs[lo].pos < end; lo++) {
-        dkv_run r = m->old->runs[lo];
+    int64_t i = dkv__run_after(m->old, f, begin);
+    for (; i < m->old->first[f + 1] && m->old->runs[i].pos < end; i++) {
+        dkv_run r = m->old->runs[i];
         dkv__emit(to, dkv__max(begin, r.pos), dkv__min(end, r.pos + r.len));
     }
     dkv__emit(to, dkv__max(begin, m->old->T_c), end);
@@ -1825,6 +1867,11 @@ DKV__INLINE void dkv__walk_head(dkv__runs *to, const dkv__maker *m, int64_t f) {
     m->walk(to, m, f);
 }
 
+DKV__INLINE size_t dkv__plan_bytes(const dkv_plan *plan) {
+    int64_t heads = (int64_t)plan->L * plan->Hkv;
+    return (size_t)(2 * heads + 1) * sizeof(int64_t) + (size_t)plan->first[heads] * sizeof(dkv_run);
+}
+
 DKV__PRIVATE dkv_result dkv__plan_build(dkv_plan *plan, void *mem, size_t *bytes, const dkv__maker *m, int L, int Hkv) {
     int64_t   heads = (int64_t)L * Hkv;
     dkv__runs to = {NULL, 0, 0, 0, 0};
@@ -1836,6 +1883,9 @@ DKV__PRIVATE dkv_result dkv__plan_build(dkv_plan *plan, void *mem, size_t *bytes
     }
     if (*bytes < need) return DKV_ERR_CAPACITY;
     if (!dkv__aligned(mem, 8)) return DKV_ERR_ALIGN;
+    if (m->old && dkv__overlap(dkv__byte_range(mem, need), dkv__byte_range(m->old->first, dkv__plan_bytes(m->old)))) {
+        return DKV_ERR_OVERLAP;
+    }
     int64_t *first = (int64_t *)mem, *rows = first + heads + 1;
     to.out = (dkv_run *)(void *)(rows + heads);
     to.n = to.at = 0;
@@ -1878,7 +1928,9 @@ DKV_API dkv_result dkv_plan_make(dkv_plan *plan, void *mem, size_t *bytes, const
 DKV_API dkv_result dkv_plan_from_positions(dkv_plan *plan, void *mem, size_t *bytes, int L, int Hkv, int64_t T_c,
                                            const int64_t *positions, const int64_t *counts) {
     dkv__maker m;
-    if (L < 1 || L > 4096 || Hkv < 1 || Hkv > 4096 || T_c < 0 || T_c > DKV__FAR) return DKV_ERR_FIELD;
+    if (L < 1 || L > DKV__MAX_HEADS || Hkv < 1 || Hkv > DKV__MAX_HEADS) return DKV_ERR_FIELD;
+    if (T_c < 0 || T_c > DKV__FAR) return DKV_ERR_FIELD;
+    DKV_ASSERT(!positions == !counts);
     const int64_t *at = positions;
     for (int64_t f = 0; positions && f < (int64_t)L * Hkv; f++) {
         if (counts[f] < 0 || counts[f] > T_c) return DKV_ERR_ORDER;
@@ -1913,13 +1965,9 @@ DKV_API void dkv_plan_positions(const dkv_plan *plan, int l, int g, int64_t *pos
 }
 
 DKV_API int64_t dkv_plan_row(const dkv_plan *plan, int l, int g, int64_t pos) {
-    int64_t f = (int64_t)l * plan->Hkv + g, lo = plan->first[f], hi = plan->first[f + 1];
-    while (lo < hi) { /* the first run that ends after pos */
-        int64_t mid = lo + (hi - lo) / 2;
-        if (plan->runs[mid].pos + plan->runs[mid].len > pos) hi = mid;
-        else lo = mid + 1;
-    }
-    return lo < plan->first[f + 1] && plan->runs[lo].pos <= pos ? plan->runs[lo].row + pos - plan->runs[lo].pos : -1;
+    int64_t f = (int64_t)l * plan->Hkv + g, i = dkv__run_after(plan, f, pos);
+    if (i == plan->first[f + 1] || plan->runs[i].pos > pos) return -1;
+    return plan->runs[i].row + pos - plan->runs[i].pos;
 }
 
 DKV__PRIVATE double dkv__ratio(int64_t part, int64_t whole) { return whole ? (double)part / (double)whole : 1.0; }
@@ -2085,35 +2133,24 @@ DKV__PRIVATE void dkv__head_open(const dkv__head *h, int64_t row) {
     memset(h->v + row * h->v_row, 0, (size_t)(DKV__BLOCK * h->v_row));
 }
 
-/* n <= 16 rows k, v [n][MAX_D] into one block, from row on. A whole block is laid out in f32 and then converted in one
-   go; a part of one goes element by element. */
-DKV__PRIVATE void dkv__head_set(const dkv__head *h, int64_t row, int64_t n, const float *k, const float *v,
+/* One row. K goes into block, which lays a whole block out in f32 to be converted in one go, or (NULL) to its place. */
+DKV__PRIVATE void dkv__head_set(const dkv__head *h, int64_t row, const float *k, const float *v, float *block,
                                 const dkv__kernels *f) {
-    const int64_t e = dkv_type_bytes(h->type), dv = dkv__v_width(h->d_v), t0 = row % DKV__BLOCK;
-    const int64_t floats = h->k_block / e; /* of a block, padding included */
-    char         *kb = h->k + row / DKV__BLOCK * h->k_block, *vb = h->v + (row - t0) * h->v_row;
-    float         block[DKV__BLOCK * DKV__MAX_D];
-    if (t0 == 0) dkv__head_open(h, row);
-    if (n < DKV__BLOCK) {
-        for (int64_t t = t0; t < t0 + n; t++, k += DKV__MAX_D) {
-            for (int64_t j = 0; j < h->d_k; j++) dkv__set_element(kb + dkv__k_index(h->type, j, t) * e, h->type, k[j]);
-        }
-    } else {
-        memset(block + floats - 64 / e, 0, (size_t)(64 / e) * sizeof(float)); /* the line that padding is in */
-        for (int64_t t = 0; t < n; t++, k += DKV__MAX_D) {
-            for (int64_t j = 0; j < h->d_k; j++) block[dkv__k_index(h->type, j, t)] = k[j];
-        }
-        f->store(kb, h->type, block, floats);
+    const int64_t e = dkv_type_bytes(h->type), dv = dkv__v_width(h->d_v), t = row % DKV__BLOCK;
+    char         *kb = h->k + row / DKV__BLOCK * h->k_block, *vb = h->v + row * h->v_row;
+    uint16_t      x[DKV__MAX_D];
+    for (int64_t j = 0; j < h->d_k; j++) {
+        int64_t i = dkv__k_index(h->type, j, t);
+        if (block) block[i] = k[j];
+        else dkv__set_element(kb + i * e, h->type, k[j]);
     }
-    for (int64_t t = t0; t < t0 + n; t++, v += DKV__MAX_D) {
-        if (h->type != DKV_BF16) {
-            f->store(vb + t * h->v_row, h->type, v, h->d_v);
-        } else {
-            uint16_t x[DKV__MAX_D];
-            f->store(x, DKV_BF16, v, h->d_v);
-            for (int64_t j = 0; j < h->d_v; j++) memcpy(vb + dkv__v_index(DKV_BF16, dv, t, j) * 2, x + j, 2);
-        }
+    if (h->type != DKV_BF16) {
+        f->store(vb, h->type, v, h->d_v);
+        return;
     }
+    f->store(x, DKV_BF16, v, h->d_v);
+    vb = h->v + (row - row % 2) * h->v_row;
+    for (int64_t j = 0; j < h->d_v; j++) memcpy(vb + dkv__v_index(DKV_BF16, dv, row % 2, j) * 2, x + j, 2);
 }
 
 DKV__INLINE void dkv__scale_row(float *x, const float *scale, int64_t d) {
@@ -2139,17 +2176,22 @@ DKV__PRIVATE void dkv__segment_get(float *k, float *v, const dkv_segment *s, con
 /* n rows of KV head g of a segment, from row src on, to rows dst.. of a packed head: at most a block at a time. */
 DKV__PRIVATE void dkv__copy_rows(const dkv__head *to, int64_t dst, const dkv_segment *s, int64_t g, int64_t src,
                                  int64_t n, const dkv__kernels *f) {
-    float     k[DKV__BLOCK * DKV__MAX_D], v[DKV__BLOCK * DKV__MAX_D];
-    dkv__head from = s->packed ? dkv__head_of(s->packed, g) : *to;
+    const int64_t floats = to->k_block / dkv_type_bytes(to->type); /* of a K block, padding included: */
+    const int64_t line = 64 / dkv_type_bytes(to->type);             /* padding is in its last cache line */
+    float         k[DKV__MAX_D], v[DKV__MAX_D], block[DKV__BLOCK * DKV__MAX_D];
+    dkv__head     from = s->packed ? dkv__head_of(s->packed, g) : *to;
     for (int64_t m; n > 0; n -= m, dst += m, src += m) {
         m = dkv__min(n, DKV__BLOCK - dst % DKV__BLOCK);
+        int whole = m == DKV__BLOCK;
+        if (dst % DKV__BLOCK == 0) dkv__head_open(to, dst);
+        if (whole) memset(block + floats - line, 0, (size_t)line * sizeof(float));
         for (int64_t i = 0; i < m; i++) {
-            float *ki = k + i * DKV__MAX_D, *vi = v + i * DKV__MAX_D;
-            dkv__segment_get(ki, vi, s, &from, g, src + i, to->d_k, to->d_v, f);
-            dkv__unscale_row(ki, to->k_scale, to->d_k);
-            dkv__unscale_row(vi, to->v_scale, to->d_v);
+            dkv__segment_get(k, v, s, &from, g, src + i, to->d_k, to->d_v, f);
+            dkv__unscale_row(k, to->k_scale, to->d_k);
+            dkv__unscale_row(v, to->v_scale, to->d_v);
+            dkv__head_set(to, dst + i, k, v, whole ? block : NULL, f);
         }
-        dkv__head_set(to, dst, m, k, v, f);
+        if (whole) f->store(to->k + dst / DKV__BLOCK * to->k_block, to->type, block, floats);
     }
 }
 
@@ -2164,7 +2206,8 @@ DKV__INLINE void dkv__track(float *most, const float *x, int64_t d) {
 /* Largest magnitudes -> scales of an 8-bit head (see dkv_type). */
 DKV__PRIVATE void dkv__scales_from(float *scale, dkv_type type, int64_t d) {
     for (int64_t j = 0; j < d; j++) {
-        scale[j] = scale[j] == 0.0f ? 1.0f : scale[j] / (type == DKV_I8 ? 127.0f : 448.0f);
+        scale[j] /= type == DKV_I8 ? 127.0f : 448.0f;
+        if (scale[j] < 1.17549435e-38f) scale[j] = 1.0f; /* zeros, or subnormal and as good as zeros; not a NaN */
     }
 }
 
@@ -2184,7 +2227,20 @@ DKV__PRIVATE dkv_result dkv__segment_check(const dkv_segment *s, int64_t Hkv, in
             return DKV_ERR_CAPACITY;
         }
     }
-    return s->packed && !dkv__aligned(s->packed->data, DKV__ALIGN) ? DKV_ERR_ALIGN : DKV_OK;
+    return DKV_OK;
+}
+
+/* And whether there is something to read. */
+DKV__PRIVATE dkv_result dkv__segment_memory(const dkv_segment *s, int64_t Hkv) {
+    int64_t rows = 0;
+    for (int64_t g = 0; g < Hkv; g++) rows = dkv__max(rows, dkv__segment_rows(s, g));
+    if (!rows) return DKV_OK;
+    if (!s->packed) {
+        DKV_ASSERT(s->k.data && s->v.data);
+        return DKV_OK;
+    }
+    if (!s->packed->data) return DKV_ERR_STATE; /* a layer that was not packed yet */
+    return dkv__aligned(s->packed->data, DKV__ALIGN) ? DKV_OK : DKV_ERR_ALIGN;
 }
 
 DKV__PRIVATE int dkv__segment_overlaps(const dkv_segment *s, int64_t Hkv, int64_t d_k, int64_t d_v, dkv__range r) {
@@ -2250,6 +2306,7 @@ DKV__PRIVATE void dkv__pack_layer(const dkv_packed *to, const dkv_plan *plan, in
 /* Source of a whole context: exactly T_c rows for every KV head. */
 DKV__PRIVATE dkv_result dkv__source_check(const dkv_segment *s, const dkv_plan *plan, int64_t d_k, int64_t d_v) {
     dkv_result r = dkv__segment_check(s, plan->Hkv, d_k, d_v);
+    if (!r) r = dkv__segment_memory(s, plan->Hkv);
     for (int64_t g = 0; !r && g < plan->Hkv; g++) {
         if (dkv__segment_rows(s, g) != plan->T_c) r = DKV_ERR_SHAPE;
     }
@@ -2262,7 +2319,7 @@ DKV_API dkv_result dkv_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type 
     if (!dkv__d_ok(d_k) || !dkv__d_ok(d_v)) return DKV_ERR_SHAPE;
     if (!dkv_type_bytes(type)) return DKV_ERR_TYPE;
     dkv_packed p = {mem, type, plan->Hkv, d_k, d_v, plan->rows + (int64_t)l * plan->Hkv, 0};
-    size_t     need = (size_t)dkv__packed_bytes(&p);
+    size_t     need = (size_t)dkv__max(dkv__packed_bytes(&p), DKV__ALIGN); /* malloc(0) may be NULL, which asks */
     if (!mem) {
         *bytes = need;
         return DKV_OK;
@@ -2349,7 +2406,7 @@ typedef struct dkv__item {
 typedef struct dkv__schedule {
     const dkv_attention *a;
     int64_t              n;
-    int64_t              weight;          /* of all items: keys times rows times d */
+    double               weight;          /* of all items: keys times rows times d */
     int64_t              slots;           /* floats, at most */
     int64_t              rows, wk, wv;    /* largest row block, K and V width in floats */
     int                  strided;         /* some segment needs converting */
@@ -2418,8 +2475,8 @@ DKV__INLINE dkv__item dkv__first_item(const dkv__schedule *s) {
     return it;
 }
 
-DKV__INLINE int64_t dkv__item_weight(const dkv__item *it) {
-    return dkv__max(it->tiles, 1) * it->rows * (it->a->d_k + it->a->d_v);
+DKV__INLINE double dkv__item_weight(const dkv__item *it) {
+    return (double)dkv__max(it->tiles, 1) * (double)it->rows * (it->a->d_k + it->a->d_v);
 }
 
 DKV__PRIVATE dkv__schedule dkv__schedule_make(const dkv_attention *a, int64_t n) {
@@ -2612,39 +2669,54 @@ DKV__PRIVATE int dkv__input_overlaps(const dkv_attention *a, dkv__range r) {
            dkv__segment_overlaps(&a->tail, a->Hkv, a->d_k, a->d_v, r);
 }
 
-DKV__PRIVATE dkv_result dkv__attention_check(const dkv_attention *a) {
-    if (a->H < 1 || a->Hkv < 1 || a->H % a->Hkv || a->N_q < 0 || a->N_q > DKV__FAR) return DKV_ERR_SHAPE;
-    if (!dkv__d_ok(a->d_k) || !dkv__d_ok(a->d_v)) return DKV_ERR_SHAPE;
+/* What the workspace depends on: shapes, types and counts, not memory. */
+DKV__PRIVATE dkv_result dkv__attention_shape(const dkv_attention *a) {
+    const float most = 3.0e38f;
+    if (a->H < 1 || a->H > DKV__MAX_HEADS || a->Hkv < 1 || a->H % a->Hkv) return DKV_ERR_SHAPE;
+    if (a->N_q < 0 || a->N_q > DKV__FAR || !dkv__d_ok(a->d_k) || !dkv__d_ok(a->d_v)) return DKV_ERR_SHAPE;
     if (!dkv__tensor_type_ok(a->q.type) || !dkv__tensor_type_ok(a->out.type)) return DKV_ERR_TYPE;
-    if (!(a->scale >= 0.0f) || !(a->softcap >= 0.0f)) return DKV_ERR_FIELD;
+    if (!(a->scale >= 0.0f && a->scale <= most) || !(a->softcap >= 0.0f && a->softcap <= most)) return DKV_ERR_FIELD;
     dkv_result r = dkv__segment_check(&a->context, a->Hkv, a->d_k, a->d_v);
-    if (!r) r = dkv__segment_check(&a->tail, a->Hkv, a->d_k, a->d_v);
+    return r ? r : dkv__segment_check(&a->tail, a->Hkv, a->d_k, a->d_v);
+}
+
+DKV__PRIVATE dkv_result dkv__attention_check(const dkv_attention *a, dkv__range ws) {
+    dkv_result r = dkv__attention_shape(a);
+    if (!r) r = dkv__segment_memory(&a->context, a->Hkv);
+    if (!r) r = dkv__segment_memory(&a->tail, a->Hkv);
     if (r) return r;
+    DKV_ASSERT(a->N_q == 0 || (a->q.data && a->out.data));
     dkv__range out = dkv__tensor_range(&a->out, a->N_q, a->H, a->d_v);
     dkv__range lse = dkv__byte_range(a->lse, a->lse ? (size_t)(a->N_q * a->H) * sizeof(float) : 0);
     if (dkv__input_overlaps(a, out) || dkv__input_overlaps(a, lse) || dkv__overlap(out, lse)) return DKV_ERR_OVERLAP;
-    return DKV_OK;
+    return dkv__input_overlaps(a, ws) || dkv__overlap(out, ws) || dkv__overlap(lse, ws) ? DKV_ERR_OVERLAP : DKV_OK;
 }
 
 DKV__PRIVATE dkv_result dkv__attend_check(dkv__schedule *s, const dkv_attention *a, int64_t n, const void *ws,
                                           size_t ws_bytes, int nth) {
+    DKV_ASSERT(n >= 0 && ws);
     for (int64_t i = 0; i < n; i++) {
-        dkv_result r = dkv__attention_check(&a[i]);
+        dkv_result r = dkv__attention_shape(&a[i]);
         if (r) return r;
     }
     *s = dkv__schedule_make(a, n);
-    if (nth < 1 || (int64_t)ws_bytes < dkv__workspace_bytes(s, nth)) return DKV_ERR_CAPACITY;
-    return dkv__aligned(ws, DKV__ALIGN) ? DKV_OK : DKV_ERR_ALIGN;
+    if (nth < 1 || ws_bytes < (size_t)dkv__workspace_bytes(s, nth)) return DKV_ERR_CAPACITY;
+    if (!dkv__aligned(ws, DKV__ALIGN)) return DKV_ERR_ALIGN;
+    for (int64_t i = 0; i < n; i++) {
+        dkv_result r = dkv__attention_check(&a[i], dkv__byte_range(ws, (size_t)dkv__workspace_bytes(s, nth)));
+        if (r) return r;
+    }
+    return DKV_OK;
 }
 
 DKV__PRIVATE void dkv__part(const dkv__schedule *s, void *ws, int ith, int nth) {
     const dkv__kernels *f = dkv__simd();
     dkv__scratch        x = dkv__scratch_of(s, ws, ith);
-    int64_t             before = 0;
+    double              before = 0.0;
     dkv__item           it;
     for (it = dkv__first_item(s); dkv__next_item(&it, s);) { /* an item belongs to the share that its middle lies in */
-        int64_t w = dkv__item_weight(&it);
-        if ((int64_t)((double)(before + w / 2) / (double)s->weight * nth) == ith) dkv__attend_item(&it, &x, ws, f);
+        double w = dkv__item_weight(&it);
+        if ((int)((before + w / 2.0) / s->weight * nth) == ith) dkv__attend_item(&it, &x, ws, f);
         before += w;
     }
 }
@@ -2707,7 +2779,7 @@ DKV__PRIVATE void dkv__combine_task(void *arg, int ith, int nth) {
 
 DKV_API dkv_result dkv_attend_size(size_t *bytes, const dkv_attention *a, int64_t n, int nth) {
     for (int64_t i = 0; i < n; i++) {
-        dkv_result r = dkv__attention_check(&a[i]);
+        dkv_result r = dkv__attention_shape(&a[i]);
         if (r) return r;
     }
     dkv__schedule s = dkv__schedule_make(a, n);
@@ -2718,8 +2790,9 @@ DKV_API dkv_result dkv_attend_size(size_t *bytes, const dkv_attention *a, int64_
 
 /* As many of the default threads as the workspace serves: results do not depend on it. */
 DKV__PRIVATE int dkv__threads_that_fit(const dkv__schedule *s, size_t ws_bytes) {
-    int64_t slots = dkv__workspace_bytes(s, 0), scratch = dkv__workspace_bytes(s, 1) - slots;
-    return (int)dkv__min(dkv__default_threads(), ((int64_t)ws_bytes - slots) / scratch);
+    size_t slots = (size_t)dkv__workspace_bytes(s, 0), scratch = (size_t)dkv__workspace_bytes(s, 1) - slots;
+    size_t fit = (ws_bytes - slots) / scratch, most = (size_t)dkv__default_threads();
+    return (int)(fit < most ? fit : most);
 }
 
 DKV_API dkv_result dkv_attend(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par) {
@@ -2752,8 +2825,8 @@ typedef struct dkv__context {
     dkv_plan      plan;
     dkv_shape     shape;
     dkv_type      type;
-    dkv_packed   *layers; /* [L] */
-    uint8_t      *packed; /* [L] 1: layer was packed */
+    char         *data;   /* where layer 0 goes */
+    dkv_packed   *layers; /* [L]; data is NULL until the layer is packed */
 } dkv__context;
 
 struct dkv_cache {
@@ -2772,18 +2845,12 @@ DKV__INLINE size_t dkv__take(size_t *at, size_t bytes, size_t align) { /* the ne
 
 DKV__INLINE char *dkv__align_up(char *p) { return p + (DKV__ALIGN - (uintptr_t)p % DKV__ALIGN) % DKV__ALIGN; }
 
-DKV__INLINE size_t dkv__plan_bytes(const dkv_plan *plan) {
-    int64_t heads = (int64_t)plan->L * plan->Hkv;
-    return (size_t)(2 * heads + 1) * sizeof(int64_t) + (size_t)plan->first[heads] * sizeof(dkv_run);
-}
-
 DKV__PRIVATE dkv__context *dkv__context_create(const dkv_plan *plan, const dkv_shape *shape, dkv_type type,
                                                const dkv_allocator *alloc) {
     int64_t heads = (int64_t)plan->L * plan->Hkv;
     size_t  at = sizeof(dkv__context), plan_bytes = dkv__plan_bytes(plan);
     size_t  plan_at = dkv__take(&at, plan_bytes, 8);
     size_t  layers_at = dkv__take(&at, (size_t)plan->L * sizeof(dkv_packed), 8);
-    size_t  packed_at = dkv__take(&at, (size_t)plan->L, 1);
     size_t  bytes = at + DKV__ALIGN + (size_t)dkv_kv_bytes_alloc(plan, shape, type);
     char   *mem = (char *)dkv__alloc(alloc, bytes);
     if (!mem) return NULL;
@@ -2796,22 +2863,30 @@ DKV__PRIVATE dkv__context *dkv__context_create(const dkv_plan *plan, const dkv_s
     c->shape = *shape;
     c->type = type;
     c->layers = (dkv_packed *)(void *)(mem + layers_at);
-    c->packed = (uint8_t *)mem + packed_at;
+    memcpy(mem + plan_at, plan->first, plan_bytes); /* a plan's arrays are one block */
     c->plan.first = (const int64_t *)(void *)(mem + plan_at);
     c->plan.rows = c->plan.first + heads + 1;
     c->plan.runs = (const dkv_run *)(const void *)(c->plan.rows + heads);
-    memcpy(mem + plan_at, plan->first, (size_t)(heads + 1) * sizeof(int64_t));
-    memcpy(mem + plan_at + (size_t)(heads + 1) * sizeof(int64_t), plan->rows, (size_t)heads * sizeof(int64_t));
-    memcpy(mem + plan_at + (size_t)(2 * heads + 1) * sizeof(int64_t), plan->runs,
-           (size_t)plan->first[heads] * sizeof(dkv_run));
-    memset(c->packed, plan->T_c == 0, (size_t)plan->L); /* nothing to pack is packed */
-    char *data = dkv__align_up(mem + at);
+    c->data = dkv__align_up(mem + at);
     for (int64_t l = 0; l < plan->L; l++) {
-        dkv_packed p = {data, type, plan->Hkv, shape->d_k, shape->d_v, c->plan.rows + l * plan->Hkv, 0};
+        dkv_packed p = {NULL, type, plan->Hkv, shape->d_k, shape->d_v, c->plan.rows + l * plan->Hkv, 0};
         c->layers[l] = p;
-        data += dkv__packed_bytes(&p);
     }
     return c;
+}
+
+/* Layer l with its place in the allocation: what is to be stored as layers[l] when its rows are there. */
+DKV__PRIVATE dkv_packed dkv__context_layer(const dkv__context *c, int64_t l) {
+    dkv_packed p = c->layers[l];
+    p.data = c->data;
+    for (int64_t i = 0; i < l; i++) p.data = (char *)p.data + dkv__packed_bytes(&c->layers[i]);
+    return p;
+}
+
+DKV__PRIVATE void dkv__context_pack(dkv__context *c, int l, const dkv__rows_of *source) {
+    dkv_packed p = dkv__context_layer(c, l);
+    dkv__pack_layer(&p, &c->plan, l, source);
+    c->layers[l] = p;
 }
 
 DKV__PRIVATE void dkv__context_release(dkv__context *c) {
@@ -2855,15 +2930,19 @@ DKV__PRIVATE dkv_result dkv__cache_over(dkv_cache **out, dkv__context *context, 
 
 DKV_API dkv_result dkv_cache_create(dkv_cache **out, const dkv_plan *plan, const dkv_shape *shape, dkv_type type,
                                     int64_t capacity, const dkv_allocator *alloc) {
-    if (shape->L != plan->L || shape->Hkv != plan->Hkv || shape->H % shape->Hkv) return DKV_ERR_SHAPE;
-    if (shape->H < 0 || !dkv__d_ok(shape->d_k) || !dkv__d_ok(shape->d_v)) return DKV_ERR_SHAPE;
+    if (shape->Hkv < 1 || shape->L != plan->L || shape->Hkv != plan->Hkv) return DKV_ERR_SHAPE;
+    if (shape->H < 0 || shape->H > DKV__MAX_HEADS || shape->H % shape->Hkv) return DKV_ERR_SHAPE;
+    if (!dkv__d_ok(shape->d_k) || !dkv__d_ok(shape->d_v)) return DKV_ERR_SHAPE;
     if (!dkv_type_bytes(type)) return DKV_ERR_TYPE;
     if (capacity < 0 || capacity > DKV__FAR) return DKV_ERR_FIELD;
     int64_t heads = (int64_t)plan->L * plan->Hkv;
     double  rows = (double)dkv__rows_total(plan->rows, heads) + (double)heads * (double)(capacity + DKV__BLOCK);
     if (rows * (shape->d_k + shape->d_v + 32) * 4.0 > 4e18) return DKV_ERR_MEMORY; /* sizes would wrap */
     dkv__context *context = dkv__context_create(plan, shape, type, alloc);
-    return context ? dkv__cache_over(out, context, capacity) : DKV_ERR_MEMORY;
+    if (!context) return DKV_ERR_MEMORY;
+    dkv__rows_of nothing = {NULL, NULL, NULL};
+    for (int l = 0; plan->T_c == 0 && l < shape->L; l++) dkv__context_pack(context, l, &nothing);
+    return dkv__cache_over(out, context, capacity);
 }
 
 DKV_API void dkv_cache_destroy(dkv_cache *c) {
@@ -2876,12 +2955,11 @@ DKV_API void dkv_cache_destroy(dkv_cache *c) {
 DKV_API dkv_result dkv_cache_pack(dkv_cache *c, int l, const dkv_segment *source) {
     dkv__context *x = c->context;
     DKV_ASSERT(l >= 0 && l < x->shape.L);
-    if (x->packed[l]) return DKV_ERR_STATE;
+    if (x->layers[l].data) return DKV_ERR_STATE;
     dkv_result r = dkv__source_check(source, &x->plan, x->shape.d_k, x->shape.d_v);
     if (r) return r;
     dkv__rows_of all = {source, NULL, NULL};
-    dkv__pack_layer(&x->layers[l], &x->plan, l, &all);
-    x->packed[l] = 1;
+    dkv__context_pack(x, l, &all);
     return DKV_OK;
 }
 
@@ -2892,6 +2970,7 @@ DKV_API dkv_result dkv_cache_append(dkv_cache *c, int l, dkv_tensor k, dkv_tenso
     int64_t    *rows = c->rows + (int64_t)l * s->Hkv;
     dkv_segment source = dkv_strided(k, v, n);
     dkv_result  r = dkv__segment_check(&source, s->Hkv, s->d_k, s->d_v);
+    if (!r) r = dkv__segment_memory(&source, s->Hkv);
     if (r) return r;
     if (n > c->capacity - rows[0]) return DKV_ERR_CAPACITY;
     for (int64_t g = 0; g < s->Hkv; g++) {
@@ -2943,7 +3022,7 @@ DKV_API dkv_attention dkv_cache_attention(const dkv_cache *c, int l, dkv_tensor 
 
 DKV__PRIVATE int dkv__all_packed(const dkv_cache *c) {
     for (int64_t l = 0; l < c->context->shape.L; l++) {
-        if (!c->context->packed[l]) return 0;
+        if (!c->context->layers[l].data) return 0;
     }
     return 1;
 }
@@ -2985,7 +3064,9 @@ DKV_API dkv_result dkv_cache_recompress(dkv_cache **out, const dkv_cache *c, con
     for (int l = 0; l < c->context->shape.L; l++) {
         if (dkv_cache_tail(c, l) != tail) return DKV_ERR_STATE;
     }
-    dkv_result r = dkv_plan_refine(&plan, NULL, &bytes, &c->context->plan, p, T_c, beyond);
+    const dkv_shape *s = &c->context->shape;
+    dkv_result       r = dkv_pattern_matches(p, s->L, s->H, s->Hkv, s->d_k);
+    if (!r) r = dkv_plan_refine(&plan, NULL, &bytes, &c->context->plan, p, T_c, beyond);
     if (r) return r;
     void *mem = dkv__alloc(alloc, bytes);
     if (!mem) return DKV_ERR_MEMORY;
@@ -2995,8 +3076,7 @@ DKV_API dkv_result dkv_cache_recompress(dkv_cache **out, const dkv_cache *c, con
     for (int l = 0; !r && l < plan.L; l++) {
         dkv_segment  context = dkv_cache_context(c, l), suffix = dkv_cache_tail_segment(c, l);
         dkv__rows_of both = {&context, &suffix, &c->context->plan};
-        dkv__pack_layer(&fresh->context->layers[l], &plan, l, &both);
-        fresh->context->packed[l] = 1;
+        dkv__context_pack(fresh->context, l, &both);
     }
     dkv__free(alloc, mem, bytes);
     if (!r) *out = fresh;
@@ -3073,6 +3153,14 @@ DKV__PRIVATE uint8_t *dkv__image_put(uint8_t *out, const dkv_packed *p, int64_t 
     return v_out + p->rows[g] * v_row;
 }
 
+/* A NaN that packing cannot have stored: its channel's scale is finite. Instruction sets read it differently. */
+DKV__PRIVATE int dkv__odd_nan(const float *x, const float *scale, int64_t d) {
+    int odd = 0;
+    for (int64_t j = 0; scale && j < d; j++) odd |= x[j] != x[j] && scale[j] == scale[j];
+    return odd;
+}
+
+/* Returns where the next head begins, or NULL. */
 DKV__PRIVATE const uint8_t *dkv__image_get(const uint8_t *in, const dkv_packed *p, int64_t g, int64_t rows) {
     const dkv__kernels *f = dkv__simd();
     dkv__head           h = dkv__head_of(p, g);
@@ -3087,7 +3175,9 @@ DKV__PRIVATE const uint8_t *dkv__image_get(const uint8_t *in, const dkv_packed *
     for (int64_t row = 0; row < rows; row++) {
         f->load(k, in + row * k_row, h.type, h.d_k);
         f->load(v, v_in + row * v_row, h.type, h.d_v);
-        dkv__head_set(&h, row, 1, k, v, f);
+        if (dkv__odd_nan(k, h.k_scale, h.d_k) || dkv__odd_nan(v, h.v_scale, h.d_v)) return NULL;
+        if (row % DKV__BLOCK == 0) dkv__head_open(&h, row);
+        dkv__head_set(&h, row, k, v, NULL, f);
     }
     return v_in + rows * v_row;
 }
@@ -3124,13 +3214,13 @@ DKV_API dkv_result dkv_cache_save(void *dst, size_t *bytes, const dkv_cache *c) 
 }
 
 /* What an image says of itself, checked against its length before anything is allocated. */
-struct dkv__image {
+typedef struct dkv__image {
     dkv_shape      shape;
     dkv_type       type;
     int64_t        T_c, runs;
     uint32_t       pattern_crc;
     const uint8_t *counts, *spans, *tails, *rows; /* where the parts lie */
-};
+} dkv__image;
 
 /* Spans of one head, as the image holds them: ascending, apart, inside T_c. Returns their rows, or -1. */
 DKV__PRIVATE int64_t dkv__image_span_rows(const uint8_t *span, int64_t n, int64_t T_c) {
@@ -3147,7 +3237,7 @@ DKV__PRIVATE int64_t dkv__image_span_rows(const uint8_t *span, int64_t n, int64_
 DKV__PRIVATE dkv_result dkv__image_read(dkv__image *m, const uint8_t *in, size_t bytes) {
     dkv_result r = dkv__file_check(in, bytes, dkv__cache_magic, DKV_CACHE_VERSION, DKV__CACHE_HEADER);
     if (r) return r;
-    const int32_t most = 4096;
+    const int32_t most = DKV__MAX_HEADS;
     dkv_shape     s = {dkv__get_i32(in + 24), dkv__get_i32(in + 28), dkv__get_i32(in + 32), dkv__get_i32(in + 36),
                        dkv__get_i32(in + 40)};
     if (s.L < 1 || s.L > most || s.Hkv < 1 || s.Hkv > most || s.H < 0 || s.H > most) return DKV_ERR_FIELD;
@@ -3181,23 +3271,28 @@ DKV__PRIVATE dkv_result dkv__image_read(dkv__image *m, const uint8_t *in, size_t
 }
 
 DKV__PRIVATE void dkv__walk_image(dkv__runs *to, const dkv__maker *m, int64_t f) {
-    for (int64_t n = dkv__get_i64(m->image->counts + f * 8); n > 0; n--, to->at++) {
-        const uint8_t *span = m->image->spans + to->at * 16;
+    for (int64_t n = dkv__get_i64(m->file_counts + f * 8); n > 0; n--, to->at++) {
+        const uint8_t *span = m->file_spans + to->at * 16;
         int64_t        pos = dkv__get_i64(span);
         dkv__emit(to, pos, pos + dkv__get_i64(span + 8));
     }
 }
 
-DKV__PRIVATE void dkv__image_fill(dkv_cache *c, const dkv__image *m) {
+DKV__PRIVATE dkv_result dkv__image_fill(dkv_cache *c, const dkv__image *m) {
     dkv__context  *x = c->context;
     const uint8_t *in = m->rows;
-    for (int64_t f = 0; f < (int64_t)m->shape.L * m->shape.Hkv; f++) {
-        int64_t l = f / m->shape.Hkv, g = f % m->shape.Hkv, tail = dkv__get_i64(m->tails + l * 8);
-        in = dkv__image_get(in, &x->layers[l], g, x->plan.rows[f]);
-        in = dkv__image_get(in, &c->tail[l], g, tail);
-        c->rows[f] = tail;
-        x->packed[l] = 1;
+    for (int64_t l = 0; l < m->shape.L; l++) {
+        dkv_packed layer = dkv__context_layer(x, l);
+        int64_t    tail = dkv__get_i64(m->tails + l * 8);
+        for (int64_t g = 0; g < m->shape.Hkv; g++) {
+            in = dkv__image_get(in, &layer, g, layer.rows[g]);
+            if (in) in = dkv__image_get(in, &c->tail[l], g, tail);
+            if (!in) return DKV_ERR_FIELD;
+            c->rows[l * m->shape.Hkv + g] = tail;
+        }
+        x->layers[l] = layer;
     }
+    return DKV_OK;
 }
 
 DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t bytes, int64_t capacity,
@@ -3214,7 +3309,8 @@ DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t b
     memset(&maker, 0, sizeof maker);
     maker.walk = dkv__walk_image;
     maker.T_c = m.T_c;
-    maker.image = &m;
+    maker.file_counts = m.counts;
+    maker.file_spans = m.spans;
     dkv__plan_build(&plan, NULL, &plan_bytes, &maker, m.shape.L, m.shape.Hkv);
     void *mem = dkv__alloc(alloc, plan_bytes);
     if (!mem) return DKV_ERR_MEMORY;
@@ -3223,10 +3319,10 @@ DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t b
     plan.pattern_crc = m.pattern_crc;
     if (!r) r = dkv_cache_create(&c, &plan, &m.shape, m.type, capacity, alloc);
     dkv__free(alloc, mem, plan_bytes);
-    if (r) return r;
-    dkv__image_fill(c, &m);
-    *out = c;
-    return DKV_OK;
+    if (!r) r = dkv__image_fill(c, &m);
+    if (r) dkv_cache_destroy(c);
+    else *out = c;
+    return r;
 }
 #endif /* DKV__IMPLEMENTED */
 #endif /* DISTANCE_KV_IMPLEMENTATION */

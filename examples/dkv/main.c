@@ -1,9 +1,11 @@
 /* dkv: make, show, draw and run distance patterns. One file per command; tool.h is what they share. */
+#define _GNU_SOURCE
 #include "tool.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static const struct {
     const char *name, *what;
@@ -24,7 +26,15 @@ static void help(void) {
          "Exit status: 0 done, 1 bad data, 2 bad arguments.");
 }
 
+/* A full disk shows only when the last bytes are written. */
+static void flush_output(void) {
+    if (!fflush(stdout) && !ferror(stdout)) return;
+    fputs("dkv: the output cannot be written\n", stderr);
+    _exit(1);
+}
+
 int main(int argc, char **argv) {
+    atexit(flush_output);
     if (argc < 2) usage("which command? see dkv --help");
     if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h")) return help(), 0;
     if (!strcmp(argv[1], "--version")) return printf("dkv %s\n", dkv_version()), 0;
