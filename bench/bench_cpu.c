@@ -441,8 +441,8 @@ static void report(const bench_case *c, const rates *r, const contender *all, in
     fprintf(json, "%s{\"case\": \"%s\", \"device\": \"%s\", \"isa\": \"%s\", \"dtype\": \"%s\", \"threads\": %d, "
             "\"ours_ms\": %.4f, \"ours_min_ms\": %.4f, \"ours_max_ms\": %.4f, \"runs\": %d, \"limit_ms\": %.4f, "
             "\"limit_what\": \"%s\"", comma, c->name, cpu_name(), dkv_simd_name(dkv_simd_level()),
-            dkv_type_name(c->type), threads, ms, all->ms[0], all->ms[all->runs ? all->runs - 1 : 0], (int)all->runs, limit_ms,
-            read_ms >= gemm_ms ? "read" : "sgemm");
+            dkv_type_name(c->type), threads, ms, all->ms[0], all->ms[all->runs ? all->runs - 1 : 0], (int)all->runs,
+            limit_ms, read_ms >= gemm_ms ? "read" : "sgemm");
     write_list(all, n, false);
     write_list(all, n, true);
     fprintf(json, ", \"max_err\": %.2e, \"bytes\": %.0f, \"flops\": %.0f}", all->error, bytes, flops);
