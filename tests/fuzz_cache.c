@@ -69,7 +69,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     dkv_shape shape = {L, 2 * Hkv, Hkv, 1 + data[3] / 16 % 4, 1 + data[3] / 64};
     dkv_segment s = dkv_strided(dkv_thd(x, DKV_F32, Hkv, shape.d_k), dkv_thd(x, DKV_F32, Hkv, shape.d_v), 4);
     dkv_cache *c;
-    REQUIRE(dkv_cache_create(&c, &plan, &shape, (dkv_type)(data[0] / 2 % 3), CAPACITY, NULL) == DKV_OK);
+    REQUIRE(dkv_cache_create(&c, &plan, &shape, (dkv_type)(data[0] / 2 % 5), CAPACITY, NULL) == DKV_OK);
     for (int l = 0; l < L; l++) {
         REQUIRE(dkv_cache_pack(c, l, &s) == DKV_OK);
         REQUIRE(dkv_cache_append(c, l, s.k, s.v, n_tail) == DKV_OK);

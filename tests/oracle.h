@@ -33,8 +33,8 @@ static inline double oracle_round(dkv_type type, double x) {
 static inline double oracle_decode(dkv_type type, unsigned bits) {
     oracle_format f = oracle_format_of(type);
     int e = (int)(bits >> f.mantissa) & ((1 << f.exponent) - 1), m = (int)bits & ((1 << f.mantissa) - 1);
-    int top = e == (1 << f.exponent) - 1;
-    double a = top && type == DKV_FP8 && m == 7 ? (double)NAN : top && type != DKV_FP8 ? m ? (double)NAN : (double)INFINITY
+    int top = e == (1 << f.exponent) - 1, nan = top && (type == DKV_FP8 ? m == 7 : m != 0);
+    double a = nan ? (double)NAN : top && type != DKV_FP8 ? (double)INFINITY
              : e ? ldexp((1 << f.mantissa) + m, e - f.bias - f.mantissa) : ldexp(m, 1 - f.bias - f.mantissa);
     return bits >> (f.exponent + f.mantissa) & 1 ? -a : a;
 }

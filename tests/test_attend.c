@@ -19,6 +19,7 @@ typedef struct problem {
     double *q, *k, *v, *tail_k, *tail_v, *want, *want_lse, magnitude, v_max;
     unsigned char *keep;
     dkv_plan plan;
+    dkv_segment source;           /* of the context, before packing */
     dkv_packed context, tail;
     dkv_attention a;
     size_t ws_bytes;
@@ -49,6 +50,7 @@ static dkv_segment context_of(problem *p) {
         s.rows = p->plan.rows;
         return s;
     }
+    p->source = s;
     p->context = pack_layer(&p->plan, p->type, p->d_k, p->d_v, &s);
     if (has_scales(p->type)) learn_values(&p->context, &p->plan, 0, p->k, p->v);
     return (dkv_segment){.packed = &p->context};
@@ -297,7 +299,8 @@ static void random_mix(void) {
         problem p = {.Hkv = 1 + (int)rnd_below(3), .d_k = 1 + (int)rnd_below(100), .d_v = 1 + (int)rnd_below(100),
                      .T_c = rnd_below(300), .n_tail = rnd_below(150), .N_q = 1 + rnd_below(12),
                      .density = rnd_uniform(),
-                     .type = packed_at(rnd_below(5)), .tail_type = type_at(rnd_below(3)), .q_type = type_at(rnd_below(3)),
+                     .type = packed_at(rnd_below(5)), .tail_type = type_at(rnd_below(3)),
+                     .q_type = type_at(rnd_below(3)),
                      .out_type = type_at(rnd_below(3)), .layout = (int)rnd_below(LAYOUTS), .strided = rnd() & 1,
                      .tail_packed = rnd_below(4) == 0, .sink = rnd_below(4) == 0};
         p.H = p.Hkv * (1 + (int)rnd_below(9));
@@ -414,15 +417,12 @@ static void equal_to_dense(void) {
         int64_t T_c = c / 5 ? 40 : 400; /* S + R = 48 */
         problem p = plain;
         p.T_c = T_c, p.density = 1, p.type = packed_at(c);
-        if (has_scales(p.type)) p.d_k = p.d_v = 16;
         run_one(&p); /* the dense plan: all positions */
         double *dense = results_of(&p);
         oracle_pattern o = random_pattern(1, p.H, p.Hkv, 40, 10, 16, 32, T_c == 40 ? 0.1 : 1);
         dkv_pattern pattern = pattern_of(&o);
         p.plan = plan_of(&pattern, T_c, DKV_BEYOND_ERROR);
-        dkv_segment source = dkv_strided(tensor_of(&p, source_type(p.type), p.k, T_c, p.Hkv, p.d_k),
-                                         tensor_of(&p, source_type(p.type), p.v, T_c, p.Hkv, p.d_v), T_c);
-        p.context = pack_layer(&p.plan, p.type, p.d_k, p.d_v, &source);
+        p.context = pack_layer(&p.plan, p.type, p.d_k, p.d_v, &p.source);
         poison_results(&p);
         CHECK_OK(dkv_attend(&p.a, 1, p.ws, p.ws_bytes, NULL));
         check_same_bits(&p, dense);

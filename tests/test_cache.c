@@ -28,6 +28,10 @@ static void keep_by_oracle(world *w) {
     }
 }
 
+static dkv_type tail_type(dkv_type type) {
+    return has_scales(type) ? DKV_F16 : type;
+}
+
 static void make_world(world *w, dkv_type type, int64_t T_c) {
     *w = (world){.type = type, .T_c = T_c, .o = random_pattern(L, H, HKV, 9, 7, 4, 11, 0.3), .heap = {.fail_at = -1},
                  .q = normal_values(N_Q * H * D_K, DKV_F32, 1), .alloc = {test_heap_alloc, test_heap_free, NULL}};
@@ -35,8 +39,8 @@ static void make_world(world *w, dkv_type type, int64_t T_c) {
     w->pattern = pattern_of(&w->o);
     w->plan = plan_of(&w->pattern, T_c, DKV_BEYOND_DROP);
     for (int l = 0; l < L; l++) {
-        w->k[l] = normal_values(LONGEST * HKV * D_K, type, 1);
-        w->v[l] = normal_values(LONGEST * HKV * D_V, type, 1);
+        w->k[l] = normal_values(LONGEST * HKV * D_K, tail_type(type), 1);
+        w->v[l] = normal_values(LONGEST * HKV * D_V, tail_type(type), 1);
     }
     keep_by_oracle(w);
 }
@@ -49,7 +53,8 @@ static void end_world(const world *w) {
 
 /* Tokens [from, from + n) of layer l. */
 static dkv_segment tokens(const world *w, int l, int64_t from, int64_t n, int layout) {
-    dkv_tensor k = new_tensor(layout, w->type, n, HKV, D_K), v = new_tensor(layout, w->type, n, HKV, D_V);
+    dkv_tensor k = new_tensor(layout, source_type(w->type), n, HKV, D_K);
+    dkv_tensor v = new_tensor(layout, source_type(w->type), n, HKV, D_V);
     fill_tensor(&k, w->k[l] + from * HKV * D_K, n, HKV, D_K);
     fill_tensor(&v, w->v[l] + from * HKV * D_V, n, HKV, D_V);
     return dkv_strided(k, v, n);
@@ -64,13 +69,20 @@ static void append(const world *w, dkv_cache *c, int64_t n) {
     for (int l = 0; l < L; l++) CHECK_OK(append_layer(w, c, l, n));
 }
 
-static dkv_cache *make_cache(const world *w, int64_t capacity) {
+/* With scales, the world is what the cache made of it; rounding is checked where packing is. */
+static void learn(world *w, const dkv_cache *c) {
+    for (int l = 0; l < L && has_scales(w->type); l++)
+        learn_values(dkv_cache_context(c, l).packed, dkv_cache_plan(c), l, w->k[l], w->v[l]);
+}
+
+static dkv_cache *make_cache(world *w, int64_t capacity) {
     dkv_cache *c;
     CHECK_OK(dkv_cache_create(&c, &w->plan, &shape, w->type, capacity, &w->alloc));
     for (int i = 0; i < L && w->T_c; i++) { /* no context: nothing to pack */
         dkv_segment s = tokens(w, (i + 2) % L, 0, w->T_c, i % LAYOUTS);
         CHECK_OK(dkv_cache_pack(c, (i + 2) % L, &s));
     }
+    learn(w, c);
     return c;
 }
 
@@ -127,16 +139,17 @@ static void check_same(const world *w, const dkv_cache *a, const dkv_cache *b) {
 /* NaN in every row of the tail that is not in use: grown into, and cut off again. */
 static void poison_slack(const world *w, dkv_cache *c) {
     int64_t used = dkv_cache_tail(c, 0), n = dkv_cache_capacity(c) - used;
-    dkv_tensor k = new_tensor(THD, w->type, n, HKV, D_K), v = new_tensor(THD, w->type, n, HKV, D_V); /* all NaN */
+    dkv_tensor k = new_tensor(THD, source_type(w->type), n, HKV, D_K); /* all NaN */
+    dkv_tensor v = new_tensor(THD, source_type(w->type), n, HKV, D_V);
     for (int l = 0; l < L; l++) CHECK_OK(dkv_cache_append(c, l, k, v, n));
     CHECK_OK(dkv_cache_truncate(c, used));
 }
 
 static void life_cycle(void) {
     static const int T_c[] = {0, 1, 15, 16, 61, 100};
-    for (int c = 0; c < COUNT(T_c) * 3; c++) {
+    for (int c = 0; c < COUNT(T_c) * 5; c++) {
         world w;
-        make_world(&w, type_at(c), T_c[c / 3]);
+        make_world(&w, packed_at(c), T_c[c / 5]);
         AT("%s T_c %d", dkv_type_name(w.type), (int)w.T_c);
         dkv_cache *cache = make_cache(&w, 40);
         const dkv_shape *s = dkv_cache_shape(cache);
@@ -210,17 +223,17 @@ static void refusals(void) {
 }
 
 static void forks(void) {
-    for (int round = 0; round < 24; round++) {
+    for (int round = 0; round < 25; round++) {
         world w, other;
-        make_world(&other, type_at(round), 61);
+        make_world(&other, packed_at(round), 61);
         make_world(&w, other.type, 61);
         other.plan = w.plan, other.keep = w.keep;
+        dkv_cache *c[4] = {make_cache(&w, 20)};
         for (int l = 0; l < L; l++) { /* the same context, another conversation after token 64 */
             memcpy(other.k[l], w.k[l], 64 * HKV * D_K * sizeof(double));
             memcpy(other.v[l], w.v[l], 64 * HKV * D_V * sizeof(double));
         }
         AT("round %d", round);
-        dkv_cache *c[4] = {make_cache(&w, 20)};
         append(&w, c[0], 3);
         for (int i = 1; i < 4; i++) CHECK_OK(dkv_cache_fork(&c[i], c[i - 1], 10 * i));
         CHECK_INT(dkv_cache_capacity(c[3]), 30);
@@ -244,14 +257,28 @@ static void forks(void) {
     }
 }
 
+/* Rounded anew, and no farther than the types may: scales come from values that are already rounded. */
+static void learn_again(world *w, const dkv_cache *c) {
+    for (int l = 0; l < L && has_scales(w->type); l++) {
+        double *k = w->k[l], *v = w->v[l];
+        w->k[l] = memcpy(guarded(LONGEST * HKV * D_K * 8, 8), k, LONGEST * HKV * D_K * 8);
+        w->v[l] = memcpy(guarded(LONGEST * HKV * D_V * 8, 8), v, LONGEST * HKV * D_V * 8);
+        learn_values(dkv_cache_context(c, l).packed, dkv_cache_plan(c), l, w->k[l], w->v[l]);
+        for (int i = 0; i < LONGEST * HKV * D_K; i++)
+            CHECK(fabs(w->k[l][i] - k[i]) <= tolerance_pack(w->type, k[i], 6));
+        for (int i = 0; i < LONGEST * HKV * D_V; i++)
+            CHECK(fabs(w->v[l][i] - v[i]) <= tolerance_pack(w->type, v[i], 6));
+    }
+}
+
 /* Three turns: what was evicted stays away, the suffix enters as kept, and then the pattern decides. */
 static void recompress(void) {
-    for (int c = 0; c < 9; c++) {
+    for (int c = 0; c < 15; c++) {
         world w;
-        make_world(&w, type_at(c), 50);
+        make_world(&w, packed_at(c), 50);
         dkv_cache *cache = make_cache(&w, 30), *next;
         for (int turn = 0; turn < 3; turn++) {
-            int64_t n = 3 + 10 * (c / 3) + turn, T_1 = w.T_c;
+            int64_t n = 3 + 10 * (c / 5) + turn, T_1 = w.T_c;
             AT("case %d turn %d", c, turn);
             append(&w, cache, n);
             check_cache(&w, cache, n);
@@ -264,6 +291,7 @@ static void recompress(void) {
             keep_by_oracle(&w);
             for (int64_t i = 0; i < L * HKV * T_1; i++) w.keep[i / T_1 * w.T_c + i % T_1] &= before[i];
             CHECK_INT(dkv_cache_plan(cache)->T_c, w.T_c);
+            learn_again(&w, cache);
             check_cache(&w, cache, 0);
         }
         dkv_cache_destroy(cache);
@@ -283,11 +311,11 @@ static unsigned char *save(const dkv_cache *c, size_t *bytes) {
 }
 
 static void save_and_restore(void) {
-    for (int c = 0; c < 12; c++) {
+    for (int c = 0; c < 20; c++) {
         world w;
-        make_world(&w, type_at(c), c / 3 % 2 ? 61 : 0);
+        make_world(&w, packed_at(c), c / 5 % 2 ? 61 : 0);
         AT("case %d", c);
-        dkv_cache *cache = make_cache(&w, 20), *restored = NULL;
+        dkv_cache *cache = make_cache(&w, 30), *restored = NULL;
         append(&w, cache, c);
         size_t bytes, again;
         unsigned char *image = save(cache, &bytes);
@@ -348,15 +376,16 @@ static void broken_images(void) {
 /* Each field at a value that cannot be, under a CRC that is right. */
 static void broken_fields(void) {
     static const struct { const char *what; int at; int64_t value; dkv_result want; } table[] = {
-        {"L 0", 24, 0, DKV_ERR_FIELD},         {"L 2", 24, 2, DKV_ERR_FIELD},        {"L -1", 24, -1, DKV_ERR_FIELD},
-        {"H -1", 28, -1, DKV_ERR_FIELD},       {"Hkv 0", 32, 0, DKV_ERR_FIELD},       {"Hkv 2", 32, 2, DKV_ERR_SHAPE},
-        {"d_k 0", 36, 0, DKV_ERR_SHAPE},       {"d_k 3", 36, 3, DKV_ERR_LENGTH},      {"d_v 577", 40, 577, DKV_ERR_SHAPE},
-        {"type 3", 44, 3, DKV_ERR_TYPE},       {"T_c 3", 48, 3, DKV_ERR_FIELD},       {"T_c -1", 48, -1, DKV_ERR_FIELD},
-        {"runs 1", 56, 1, DKV_ERR_FIELD},      {"runs 3", 56, 3, DKV_ERR_LENGTH},     {"runs 2^31", 56, -1, DKV_ERR_LENGTH},
-        {"zero", 68, 1, DKV_ERR_FIELD},        {"zero", 124, 1, DKV_ERR_FIELD},       {"run count 1", 128, 1, DKV_ERR_FIELD},
-        {"run count 3", 128, 3, DKV_ERR_FIELD}, {"position 3", 136, 3, DKV_ERR_FIELD}, {"touching", 152, 1, DKV_ERR_FIELD},
-        {"length 0", 144, 0, DKV_ERR_FIELD},   {"length 3", 160, 3, DKV_ERR_FIELD},   {"length 1", 160, 1, DKV_ERR_LENGTH},
-        {"tail 2", 168, 2, DKV_ERR_LENGTH},    {"tail 2^31", 168, -1, DKV_ERR_LENGTH}, {"tail 0", 168, 0, DKV_ERR_LENGTH},
+        {"L 0", 24, 0, DKV_ERR_FIELD}, {"L 2", 24, 2, DKV_ERR_FIELD}, {"L -1", 24, -1, DKV_ERR_FIELD},
+        {"H -1", 28, -1, DKV_ERR_FIELD}, {"Hkv 0", 32, 0, DKV_ERR_FIELD}, {"Hkv 2", 32, 2, DKV_ERR_SHAPE},
+        {"d_k 0", 36, 0, DKV_ERR_SHAPE}, {"d_k 3", 36, 3, DKV_ERR_LENGTH}, {"d_v 577", 40, 577, DKV_ERR_SHAPE},
+        {"type 5", 44, 5, DKV_ERR_TYPE}, {"T_c 3", 48, 3, DKV_ERR_FIELD}, {"T_c -1", 48, -1, DKV_ERR_FIELD},
+        {"runs 1", 56, 1, DKV_ERR_FIELD}, {"runs 3", 56, 3, DKV_ERR_LENGTH}, {"runs 2^31", 56, -1, DKV_ERR_LENGTH},
+        {"zero", 68, 1, DKV_ERR_FIELD}, {"zero", 124, 1, DKV_ERR_FIELD}, {"run count 1", 128, 1, DKV_ERR_FIELD},
+        {"run count 3", 128, 3, DKV_ERR_FIELD}, {"position 3", 136, 3, DKV_ERR_FIELD},
+        {"touching", 152, 1, DKV_ERR_FIELD}, {"length 0", 144, 0, DKV_ERR_FIELD}, {"length 3", 160, 3, DKV_ERR_FIELD},
+        {"length 1", 160, 1, DKV_ERR_LENGTH}, {"tail 2", 168, 2, DKV_ERR_LENGTH},
+        {"tail 2^31", 168, -1, DKV_ERR_LENGTH}, {"tail 0", 168, 0, DKV_ERR_LENGTH},
     };
     size_t bytes;
     unsigned char *image = small_image(&bytes), *copy = guarded(bytes, 1);
@@ -377,7 +406,7 @@ static void broken_fields(void) {
 static void failing_allocator(void) {
     for (int maker = 0; maker < 4; maker++) {
         world w;
-        make_world(&w, DKV_BF16, 61);
+        make_world(&w, DKV_FP8, 61);
         dkv_cache *c = make_cache(&w, 20), *out = NULL;
         append(&w, c, 5);
         size_t bytes;
@@ -388,7 +417,7 @@ static void failing_allocator(void) {
             AT("maker %d, allocation %d", maker, fail);
             CHECK(fail < 20);
             w.heap.calls = 0, w.heap.fail_at = fail;
-            r = maker == 0 ? dkv_cache_create(&out, &w.plan, &shape, DKV_BF16, 20, &w.alloc)
+            r = maker == 0 ? dkv_cache_create(&out, &w.plan, &shape, DKV_FP8, 20, &w.alloc)
               : maker == 1 ? dkv_cache_fork(&out, c, 20)
               : maker == 2 ? dkv_cache_recompress(&out, c, &w.pattern, DKV_BEYOND_DROP, 20)
                            : dkv_cache_restore(&out, image, bytes, 20, &w.alloc);

@@ -52,7 +52,8 @@ static void check_rows(const problem *p, const dkv_tensor *t, dkv_type packed, c
             double want = has_scales(packed) ? value : oracle_round(t->type, oracle_round(packed, value));
             if (has_scales(packed))
                 bound = tolerance_pack(packed, value, channel_max(p, x, g, d, j)) + tolerance_store(t->type, got);
-            if (!(fabs(got - want) <= bound)) fail_msg("at %s: head %d row %d dim %d: %a, not %a", test_at, g, (int)row, j, got, want);
+            if (!(fabs(got - want) <= bound))
+                fail_msg("at %s: head %d row %d dim %d: %a, not %a", test_at, g, (int)row, j, got, want);
         }
         row += p->keep[g * p->T_c + i];
     }
@@ -127,10 +128,11 @@ static void documented_layout(void) {
         for (int g = 0; g < 3; g++) {
             for (int64_t i = 0, row = 0; i < 70; row += p.keep[g * 70 + i++]) {
                 AT("%s head %d row %d", dkv_type_name(type), g, (int)row);
+                const double *want_k = p.k + (i * 3 + g) * p.d_k, *want_v = p.v + (i * 3 + g) * p.d_v;
                 for (int j = 0; j < p.d_k && p.keep[g * 70 + i]; j++)
-                    check_element(k + k_place(type, row, j, p.d_k) * e, type, k_scale + j, p.k[(i * 3 + g) * p.d_k + j]);
+                    check_element(k + k_place(type, row, j, p.d_k) * e, type, k_scale + j, want_k[j]);
                 for (int j = 0; j < p.d_v && p.keep[g * 70 + i]; j++)
-                    check_element(v + v_place(type, row, j, p.d_v) * e, type, v_scale + j, p.v[(i * 3 + g) * p.d_v + j]);
+                    check_element(v + v_place(type, row, j, p.d_v) * e, type, v_scale + j, want_v[j]);
             }
             k += k_place(type, (p.plan.rows[g] + 15) / 16 * 16, 0, p.d_k) * e;
             v += v_place(type, (p.plan.rows[g] + 15) / 16 * 16, 0, p.d_v) * e;
@@ -216,6 +218,20 @@ static void special_values(void) {
     }
 }
 
+/* A channel so small that its scale is subnormal or no f32 at all: small errors, and no NaN from 0 / 0. */
+static void tiny_channels(void) {
+    for (float tiny = 1e-36f; tiny > 0; tiny /= 3)
+        for (dkv_type type = DKV_I8; type <= DKV_FP8; type = (dkv_type)(type + 1)) {
+            float x[] = {tiny, 0, -tiny / 2}, k[3], v[3];
+            problem p = {.Hkv = 1, .d_k = 1, .d_v = 1, .T_c = 3, .plan = plan_of_mask(NULL, 1, 1, 3)};
+            p.source = dkv_strided(dkv_thd(x, DKV_F32, 1, 1), dkv_thd(x, DKV_F32, 1, 1), 3);
+            dkv_packed packed = pack(&p, type);
+            CHECK_OK(dkv_unpack(dkv_thd(k, DKV_F32, 1, 1), dkv_thd(v, DKV_F32, 1, 1), &packed, 0));
+            AT("%s of %g", dkv_type_name(type), (double)tiny);
+            for (int i = 0; i < 3; i++) CHECK(fabsf(k[i] - x[i]) <= tiny && fabsf(v[i] - x[i]) <= tiny);
+        }
+}
+
 static void errors(void) {
     problem p = make(DKV_F32, THD, 40, 2, 24, 8);
     size_t need, n;
@@ -284,6 +300,7 @@ int main(void) {
         {"from packed", from_packed, 1},
         {"front-packed in place", front, 1},
         {"special values", special_values, 1},
+        {"tiny channels", tiny_channels, 1},
         {"errors", errors, 0},
         {"strides past 2^32", far_strides, 1},
     };

@@ -31,7 +31,7 @@ static inline double tolerance_out(tolerance t, int d, double magnitude, double 
     return v_max * ldexp(t.out * sqrt(d) * magnitude + t.sum, -24);
 }
 
-/* What packing x may change in a channel whose largest magnitude is max: the header's bounds, and scales rounded to f32. */
+/* What packing x may change in a channel whose largest magnitude is max: the header's bounds, scales rounded to f32. */
 static inline double tolerance_pack(dkv_type type, double x, double max) {
     double bound = type == DKV_I8 ? max / 127 / 2 : type == DKV_FP8 ? fmax(fabs(x) / 16, max / 448 / 1024) : 0;
     return bound + (type == DKV_I8 || type == DKV_FP8 ? ldexp(max, -22) : 0);
