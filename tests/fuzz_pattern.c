@@ -10,6 +10,7 @@ static void use(const dkv_pattern *p, const uint8_t *image, size_t bytes) {
     free(copy);
     for (int beyond = 0; beyond < 4; beyond++) {
         int64_t T_c = (int64_t)(p->seed % ((uint64_t)dkv_max_context(p) + 1)) + (beyond ? p->W : 0);
+        if (T_c > (int64_t)1 << 36) T_c = (int64_t)1 << 36; /* the longest context of a plan */
         dkv_stats stats;
         dkv_plan plan;
         REQUIRE(dkv_dry_run(&stats, p, T_c, (dkv_beyond)beyond) == DKV_OK);
