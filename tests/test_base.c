@@ -25,6 +25,7 @@ static void types_and_views(void) {
         CHECK(!strcmp(dkv_type_name((dkv_type)want[i].type), want[i].name));
         CHECK_INT(dkv_type_bytes((dkv_type)want[i].type), want[i].bytes);
     }
+    for (int i = 0; i < 5; i++) CHECK_INT(dkv_tail_type(packed_at(i)), i < 3 ? i : DKV_F16);
     char byte;
     dkv_tensor t = dkv_thd(&byte, DKV_BF16, 3, 80);
     CHECK(t.data == &byte && t.type == DKV_BF16);

@@ -28,10 +28,6 @@ static void keep_by_oracle(world *w) {
     }
 }
 
-static dkv_type tail_type(dkv_type type) {
-    return has_scales(type) ? DKV_F16 : type;
-}
-
 static void make_world(world *w, dkv_type type, int64_t T_c) {
     *w = (world){.type = type, .T_c = T_c, .o = random_pattern(L, H, HKV, 9, 7, 4, 11, 0.3), .heap = {.fail_at = -1},
                  .q = normal_values(N_Q * H * D_K, DKV_F32, 1), .alloc = {test_heap_alloc, test_heap_free, NULL}};
@@ -39,8 +35,8 @@ static void make_world(world *w, dkv_type type, int64_t T_c) {
     w->pattern = pattern_of(&w->o);
     w->plan = plan_of(&w->pattern, T_c, DKV_BEYOND_DROP);
     for (int l = 0; l < L; l++) {
-        w->k[l] = normal_values(LONGEST * HKV * D_K, tail_type(type), 1);
-        w->v[l] = normal_values(LONGEST * HKV * D_V, tail_type(type), 1);
+        w->k[l] = normal_values(LONGEST * HKV * D_K, dkv_tail_type(type), 1);
+        w->v[l] = normal_values(LONGEST * HKV * D_V, dkv_tail_type(type), 1);
     }
     keep_by_oracle(w);
 }
