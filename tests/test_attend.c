@@ -275,6 +275,25 @@ static void huge_logits(void) {
     }
 }
 
+/* Two keys, at logits 0 (value 0) and x (value 1): out is e^x / (1 + e^x), and shows exp where nothing averages out. */
+static void exponentials(void) {
+    enum { N = 4096 };
+    static float q[N], out[N];
+    float k[] = {0, 1}, v[] = {0, 1};
+    for (int i = 0; i < N; i++) q[i] = -100.0f * (float)i / N;
+    dkv_attention a = {.H = 1, .Hkv = 1, .d_k = 1, .d_v = 1, .N_q = N, .q = dkv_thd(q, DKV_F32, 1, 1), .scale = 1,
+                       .out = dkv_thd(out, DKV_F32, 1, 1),
+                       .context = dkv_strided(dkv_thd(k, DKV_F32, 1, 1), dkv_thd(v, DKV_F32, 1, 1), 2)};
+    size_t bytes;
+    CHECK_OK(dkv_attend_size(&bytes, &a, 1, 1));
+    CHECK_OK(dkv_attend(&a, 1, guarded(bytes, 64), bytes, NULL));
+    for (int i = 0; i < N; i++) {
+        double want = 1 / (1 + exp(-(double)q[i]));
+        if (!(fabs((double)out[i] - want) <= tolerance_exp * ldexp(want, -24) + (q[i] < -87.3f ? 2e-38 : 0)))
+            fail_msg("exp(%g): %.9g, not %.9g", (double)q[i], (double)out[i], want);
+    }
+}
+
 /* Products that overflow to -inf weigh nothing; a row of nothing else is a row without keys. */
 static void infinite_logits(void) {
     enum { D = 20, KEYS = 21 };
@@ -535,6 +554,13 @@ static void errors(void) {
     dkv_packed inside = p.context;
     inside.data = p.a.out.data;
     BAD(a.context.packed = &inside, DKV_ERR_OVERLAP, p.ws, p.ws_bytes);
+    int64_t too_many[] = {p.plan.rows[0], 161};
+    dkv_packed ragged = p.context, short_of = p.context, shifted = p.context;
+    ragged.capacity = 168, short_of.capacity = 160, short_of.rows = too_many;
+    shifted.data = (char *)shifted.data + 32;
+    BAD(a.context.packed = &ragged, DKV_ERR_CAPACITY, p.ws, p.ws_bytes);
+    BAD(a.context.packed = &short_of, DKV_ERR_CAPACITY, p.ws, p.ws_bytes);
+    BAD(a.context.packed = &shifted, DKV_ERR_ALIGN, p.ws, p.ws_bytes);
 #undef BAD_CALL
 #undef BAD
 }
@@ -549,6 +575,7 @@ int main(void) {
         {"tail shorter than the queries", tail_shorter_than_queries, 1},
         {"scale, softcap, sink", options, 1},
         {"huge logits", huge_logits, 1},
+        {"exponentials", exponentials, 1},
         {"infinite logits", infinite_logits, 1},
         {"random mix", random_mix, 1},
         {"threads, bit for bit", threads, 1},

@@ -377,6 +377,7 @@ static void broken_fields(void) {
         {"d_k 0", 36, 0, DKV_ERR_SHAPE}, {"d_k 3", 36, 3, DKV_ERR_LENGTH}, {"d_v 577", 40, 577, DKV_ERR_SHAPE},
         {"type 5", 44, 5, DKV_ERR_TYPE}, {"T_c 3", 48, 3, DKV_ERR_FIELD}, {"T_c -1", 48, -1, DKV_ERR_FIELD},
         {"runs 1", 56, 1, DKV_ERR_FIELD}, {"runs 3", 56, 3, DKV_ERR_LENGTH}, {"runs 2^31", 56, -1, DKV_ERR_LENGTH},
+        {"runs 2^60", 60, 1 << 28, DKV_ERR_LENGTH},
         {"zero", 68, 1, DKV_ERR_FIELD}, {"zero", 124, 1, DKV_ERR_FIELD}, {"run count 1", 128, 1, DKV_ERR_FIELD},
         {"run count 3", 128, 3, DKV_ERR_FIELD}, {"position 3", 136, 3, DKV_ERR_FIELD},
         {"touching", 152, 1, DKV_ERR_FIELD}, {"length 0", 144, 0, DKV_ERR_FIELD}, {"length 3", 160, 3, DKV_ERR_FIELD},
