@@ -278,7 +278,10 @@ static void prefill_keeps_one_layer(void) {
     float a[V], b[V];
     dkv_cache *c[] = {new_cache(T_C, 1, DKV_F16, &counted), new_cache(T_C, 8, DKV_F16, &counted)};
     int64_t before = bytes.now;
-    CHECK_INT(lm_prefill(m, c, 2, ids, T_C, &(lm_prefill_options){&layer, note_progress, &seen}), 0);
+    double pack_s = 0;
+    lm_prefill_options options = {&layer, note_progress, &seen, &pack_s};
+    CHECK_INT(lm_prefill(m, c, 2, ids, T_C, &options), 0);
+    CHECK_INT(pack_s > 0, 1);
     CHECK_INT(bytes.now, before);
     CHECK_INT(bytes.peak, before);
     CHECK_INT(dense.now, 0);
