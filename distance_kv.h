@@ -723,8 +723,8 @@ typedef struct dkv__kernels {
     /* s[m][n] <- q[m][d] . k; computes whole blocks, so lanes n.. of s are undefined */
     void (*scores)(float *s, const float *q, int64_t ldq, int64_t m, const void *k, dkv_type type, int64_t d,
                    int64_t n);
-    /* one online-softmax step: s[m][n] -> exp(s - max) in place, zero up to whole blocks; updates max[m], sum[m],
-       and gives alpha[m] = exp(old max - new max) */
+    /* one online-softmax step: s[m][n] -> exp(s - max) in place; updates max[m], sum[m], and gives
+       alpha[m] = exp(old max - new max) */
     void (*softmax)(float *s, float *max, float *sum, float *alpha, int64_t m, int64_t n, float softcap);
     /* o[m][dv] <- alpha[m] * o + p[m][n] v, dv a multiple of 16 */
     void (*mix)(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m, const void *v, dkv_type type,
@@ -856,7 +856,6 @@ DKV__PRIVATE void dkv__softmax_scalar(float *s, float *max, float *sum, float *a
             s[t] = dkv__exp(s[t] - safe);
             add += s[t];
         }
-        for (int64_t t = n; t % DKV__BLOCK; t++) s[t] = 0.0f;
         alpha[r] = dkv__exp(max[r] - safe);
         sum[r] = sum[r] * alpha[r] + add;
         max[r] = top;
@@ -2875,7 +2874,7 @@ DKV__PRIVATE dkv__context *dkv__context_create(const dkv_plan *plan, const dkv_s
     return c;
 }
 
-/* Layer l with its place in the allocation: what is to be stored as layers[l] when its rows are there. */
+/* Layer l with its place in the allocation, which layers[l] gets when its rows are there. */
 DKV__PRIVATE dkv_packed dkv__context_layer(const dkv__context *c, int64_t l) {
     dkv_packed p = c->layers[l];
     p.data = c->data;
@@ -2886,7 +2885,7 @@ DKV__PRIVATE dkv_packed dkv__context_layer(const dkv__context *c, int64_t l) {
 DKV__PRIVATE void dkv__context_pack(dkv__context *c, int l, const dkv__rows_of *source) {
     dkv_packed p = dkv__context_layer(c, l);
     dkv__pack_layer(&p, &c->plan, l, source);
-    c->layers[l] = p;
+    c->layers[l].data = p.data; /* nothing else changes: other threads read the sizes of this layer to find theirs */
 }
 
 DKV__PRIVATE void dkv__context_release(dkv__context *c) {
@@ -3290,7 +3289,7 @@ DKV__PRIVATE dkv_result dkv__image_fill(dkv_cache *c, const dkv__image *m) {
             if (!in) return DKV_ERR_FIELD;
             c->rows[l * m->shape.Hkv + g] = tail;
         }
-        x->layers[l] = layer;
+        x->layers[l].data = layer.data;
     }
     return DKV_OK;
 }

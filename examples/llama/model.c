@@ -124,7 +124,7 @@ static void add_bias(float *y, const weight *w, int64_t n) {
 }
 
 /* y[n][rows] = x[n][cols] w[rows][cols]^T, y's rows ldy apart. Each thread calls a one-threaded OpenBLAS for its share
-   of the rows: OpenBLAS's own pool would fight with OpenMP's for the cores, and which pool it has differs by package. */
+   of the rows: OpenBLAS's own pool would fight with OpenMP's for the cores, and which it has differs by package. */
 static void gemm(float *y, int64_t ldy, const float *x, const float *w, int64_t n, int64_t rows, int64_t cols) {
     #pragma omp parallel
     {
