@@ -56,6 +56,11 @@ refused "missing value" 2 "--kind needs a value" "$DKV" pattern --kind
 refused "not a number" 2 "--layers must be a whole number" "$DKV" pattern --layers 3x
 refused "number out of range" 2 "--physical must be a number in 0..1" "$DKV" pattern --physical 1.5
 refused "wrong choice" 2 "must be one of full|streaming|random|heads|mask" "$DKV" pattern --kind all
+refused "mask of another kind" 2 "--mask goes with" "$DKV" pattern --kind full --mask x -o "$t/x"
+refused "heads of another kind" 2 "--heads goes with" "$DKV" pattern --kind mask --mask x --heads 0:0 -o "$t/x"
+refused "no heads" 2 "needs --heads" "$DKV" pattern --kind heads --heads "" -o "$t/x"
+"$DKV" info "$SHIPPED" >/dev/full 2>"$t/err"
+equal "full disk" "$?" 1
 
 # ---- pattern
 SHAPE="--layers 3 --query-heads 6 --kv-heads 2 --bins 10"

@@ -208,8 +208,11 @@ static void check_arguments(void) {
     bool budget = kind == STREAMING || kind == RANDOM;
     if (kind < 0) usage("which --kind? see dkv pattern --help");
     if (!output) usage("where to? give -o FILE.dkv");
-    if (kind == HEADS && !heads) usage("--kind heads needs --heads layer:head,...");
+    if (kind == HEADS && !(heads && *heads)) usage("--kind heads needs --heads layer:head,...");
     if (kind == MASK && !mask) usage("--kind mask needs --mask FILE");
+    if (kind != HEADS && heads) usage("--heads goes with --kind heads only");
+    if (kind != MASK && mask) usage("--mask goes with --kind mask only");
+    if (kind != RANDOM && seed) usage("--seed goes with --kind random only");
     if (rho >= 0 && physical >= 0) usage("--rho and --physical are two budgets; give one");
     if (!budget && (rho >= 0 || physical >= 0)) usage("a budget belongs to --kind streaming or random");
     if (model && strlen(model) > 63) usage("--model holds at most 63 characters");

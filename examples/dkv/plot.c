@@ -183,10 +183,7 @@ int command_plot(int argc, char **argv) {
     write_heads(out, &p);
     write_layers(out, &p);
     write_script(out, &p);
-    if (pclose(out)) {
-        remove(output);
-        fail("gnuplot could not draw %s (its own message is above)", output);
-    }
+    if (pclose(out)) fail("gnuplot could not draw %s (its own message is above)", output);
     dkv_pattern_free(&p, NULL);
     return 0;
 }
