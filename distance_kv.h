@@ -39,7 +39,7 @@
 
    CONTENTS: grep for the tag
      [API]      all public types and functions; stop after it if you only want to use the library
-     [BASE]     compiler, 16-bit floats, little-endian bytes, CRC, allocator
+     [BASE]     compiler, 16- and 8-bit elements, little-endian bytes, CRC, allocator
      [SIMD]     leaf kernels: scalar, AVX2+FMA+F16C, AVX-512; one table, chosen at run time
      [PATTERN]  the pattern file: read in place, checked, written
      [BINS]     position <-> relative-distance bin
