@@ -747,7 +747,6 @@ DKV__INLINE int64_t dkv__v_width(int64_t d) { return dkv__round_up(d, 16); }
    instead of 10.3 GB/s a core where plain loads read 12 (Sapphire Rapids; 4 and 8 KB ahead: 8.5 and 9.9). */
 #define DKV__AHEAD 16384
 #define DKV__ROWS 24 /* query rows that share a pass over a tile */
-static const float dkv__ones[DKV__ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 /* ---- exp ---- */
 
@@ -895,6 +894,9 @@ DKV__PRIVATE void dkv__axpy_scalar(float *o, float w, const float *x, int64_t n)
     case DKV_I8: { const dkv_type T = DKV_I8; call; } break;    \
     case DKV_FP8: { const dkv_type T = DKV_FP8; call; } break;  \
     }
+
+/* alpha of every strip but the first */
+static const float dkv__ones[DKV__ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 #define DKV__AVX2        __attribute__((target("avx2,fma,f16c")))
 #define DKV__AVX2_INLINE static inline __attribute__((always_inline, unused, target("avx2,fma,f16c")))
