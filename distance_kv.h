@@ -2258,17 +2258,22 @@ typedef struct dkv__rows_of {
     const dkv_plan    *old;              /* of context, when there is a suffix */
 } dkv__rows_of;
 
-/* Calls of copy_rows, or of track when the scales are still to be found, for a run of head f = l * Hkv + g. */
-DKV__PRIVATE void dkv__pack_rows(const dkv__head *to, int64_t dst, const dkv_segment *s, int64_t g, int64_t src,
-                                 int64_t n, int measure, const dkv__kernels *f) {
+/* Takes n rows of KV head g of a segment, from row src on, into account in the magnitudes kept where scales will be. */
+DKV__PRIVATE void dkv__measure_rows(const dkv__head *to, const dkv_segment *s, int64_t g, int64_t src, int64_t n,
+                                    const dkv__kernels *f) {
     float     k[DKV__MAX_D], v[DKV__MAX_D];
     dkv__head from = s->packed ? dkv__head_of(s->packed, g) : *to;
-    if (!measure) dkv__copy_rows(to, dst, s, g, src, n, f);
-    for (int64_t i = 0; measure && i < n; i++) {
+    for (int64_t i = 0; i < n; i++) {
         dkv__segment_get(k, v, s, &from, g, src + i, to->d_k, to->d_v, f);
         dkv__track(to->k_scale, k, to->d_k);
         dkv__track(to->v_scale, v, to->d_v);
     }
+}
+
+DKV__INLINE void dkv__pack_rows(const dkv__head *to, int64_t dst, const dkv_segment *s, int64_t g, int64_t src,
+                                int64_t n, int measure, const dkv__kernels *f) {
+    if (measure) dkv__measure_rows(to, s, g, src, n, f);
+    else dkv__copy_rows(to, dst, s, g, src, n, f);
 }
 
 DKV__PRIVATE void dkv__pack_head(const dkv__head *to, const dkv_plan *plan, int l, int g, const dkv__rows_of *source,
@@ -2681,9 +2686,9 @@ DKV__PRIVATE dkv_result dkv__attention_shape(const dkv_attention *a) {
     return r ? r : dkv__segment_check(&a->tail, a->Hkv, a->d_k, a->d_v);
 }
 
-DKV__PRIVATE dkv_result dkv__attention_check(const dkv_attention *a, dkv__range ws) {
-    dkv_result r = dkv__attention_shape(a);
-    if (!r) r = dkv__segment_memory(&a->context, a->Hkv);
+/* And, once the shape is known to be right, the memory. */
+DKV__PRIVATE dkv_result dkv__attention_memory(const dkv_attention *a, dkv__range ws) {
+    dkv_result r = dkv__segment_memory(&a->context, a->Hkv);
     if (!r) r = dkv__segment_memory(&a->tail, a->Hkv);
     if (r) return r;
     DKV_ASSERT(a->N_q == 0 || (a->q.data && a->out.data));
@@ -2704,7 +2709,7 @@ DKV__PRIVATE dkv_result dkv__attend_check(dkv__schedule *s, const dkv_attention 
     if (nth < 1 || ws_bytes < (size_t)dkv__workspace_bytes(s, nth)) return DKV_ERR_CAPACITY;
     if (!dkv__aligned(ws, DKV__ALIGN)) return DKV_ERR_ALIGN;
     for (int64_t i = 0; i < n; i++) {
-        dkv_result r = dkv__attention_check(&a[i], dkv__byte_range(ws, (size_t)dkv__workspace_bytes(s, nth)));
+        dkv_result r = dkv__attention_memory(&a[i], dkv__byte_range(ws, (size_t)dkv__workspace_bytes(s, nth)));
         if (r) return r;
     }
     return DKV_OK;
