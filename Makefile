@@ -88,7 +88,7 @@ FORCE:
 $B/test_%: tests/test_%.c $(if $(filter tsan,$(config)),,$(LLAMA)) $B/dkv.o | build/deps
 	$(CC) $(CFLAGS) -MMD -MP $(filter %.c %.o,$^) -o $@ -lcmocka $(LIBS)
 
--include bench/bench.mk
+-include bench/bench.mk examples/llama/cuda.mk
 -include $(wildcard $B/*.d $B/o/*/*.d)
 
 # ---- run, test ----

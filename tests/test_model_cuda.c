@@ -72,11 +72,15 @@ static float *rows_of(const lm_params *p, int64_t n) { return guarded((size_t)(n
 
 /* In units of the CPU's logits' own standard deviation. bf16 keeps 8 bits, so rounding costs 2^-9 / sqrt 3 = 0.11 % of a
    value's deviation, for weights and inputs of each of a layer's seven products, for q, K and V, and for probabilities;
-   the residual stream carries it on. 8-bit caches: the rounded K and V differ by up to a step where bf16 noise moved
-   them across its middle, which is the step's own error. */
+   the residual stream carries it on. 8-bit caches: where bf16's noise moved K or V across the middle of a step, that
+   step is added. The CPU with these roundings (but those of probabilities) measured, for 2 layers of random weights, max
+   5.1 % and rms 1.0 %, and 8.4 % and 1.4 % with 8 bits; for SmolLM2's 30 layers max 9.9 % and rms 2.5 %, so that depth allows more. */
 typedef struct { double max, rms; } bound;
-static const bound bounds[] = {[DKV_F16] = {0.10, 0.015}, [DKV_BF16] = {0.10, 0.015}, [DKV_I8] = {0.15, 0.025},
-                               [DKV_FP8] = {0.5, 0.08}};
+
+static bound bound_of(const lm_params *p, dkv_type type) {
+    double depth = p->shape.L > 2 ? 3 : 1;
+    return has_scales(type) ? (bound){0.2 * depth, 0.03 * depth} : (bound){0.1 * depth, 0.015 * depth};
+}
 
 static int32_t best_of(const float *x, int64_t V) {
     int32_t best = 0;
@@ -133,14 +137,14 @@ static void compare_engines(const pair *m, dkv_type type, bool dense, int64_t T_
     run(m->cpu, cpu, ids + T_c, REST, T_c, want, LM_ALL);
     converse(m->gpu, gpu, ids, T_c, got, false);
     CHECK_INT(lm_cache_tail(gpu), REST);
-    expect_close(got, want, REST, V, bounds[type]);
+    expect_close(got, want, REST, V, bound_of(m->p, type));
 
     CHECK_OK(lm_cache_truncate(cpu, 0));
     CHECK_OK(lm_cache_truncate(gpu, 0));
     run(m->cpu, cpu, other + T_c, REST, T_c, want, LM_ALL);
     memcpy(again, want, (size_t)bytes);
     converse(m->gpu, gpu, other, T_c, again, true);
-    expect_close(again, want, REST, V, bounds[type]);
+    expect_close(again, want, REST, V, bound_of(m->p, type));
 
     CHECK_OK(lm_cache_truncate(gpu, 0));
     converse(m->gpu, gpu, ids, T_c, again, false);
@@ -188,7 +192,7 @@ static void chunks(void) {
         float *want = rows_of(m.p, n), *got = rows_of(m.p, n);
         run(m.cpu, cpu, ids, n, 0, want, LM_ALL);
         run(m.gpu, gpu, ids, n, 0, got, LM_ALL);
-        expect_close(got, want, n, V, bounds[DKV_BF16]);
+        expect_close(got, want, n, V, bound_of(m.p, DKV_BF16));
         lm_cache_destroy(cpu), lm_cache_destroy(gpu);
         close_pair(m);
     }
@@ -257,7 +261,7 @@ static void refuses_bad_runs(void) {
     expect_error(m.gpu, lm_eval(m.gpu, c, ids, 1, 108, logits, LM_LAST), "do not fit");
     CHECK_OK(lm_cache_truncate(c, 7));
     run(m.gpu, c, ids + 107, 1, 107, again, LM_LAST);
-    expect_close(again, logits + 7 * m.p->V, 1, m.p->V, bounds[DKV_F16]);
+    expect_close(again, logits + 7 * m.p->V, 1, m.p->V, bound_of(m.p, DKV_F16));
     lm_cache_destroy(c), lm_cache_destroy(cpu);
     close_pair(m);
 }
