@@ -284,11 +284,10 @@ static dkv_attention attention(const lm_model *m, const lm_activations *a, int64
 }
 
 static bool need(lm_model *m, void **memory, size_t *have, size_t bytes) {
-    cudaStream_t s = of(m)->stream;
     if (bytes <= *have) return true;
-    if (*memory && !good(m, cudaFreeAsync(*memory, s))) return false;
+    cudaFree(*memory); /* waits for what uses it */
     *memory = NULL, *have = 0;
-    if (!good(m, cudaMallocAsync(memory, bytes, s))) return false;
+    if (!good(m, cudaMalloc(memory, bytes))) return false;
     *have = bytes;
     return true;
 }
@@ -428,9 +427,8 @@ static bool download(lm_model *m, void *to, const void *from, size_t bytes) {
 
 static bool logits_all(lm_model *m, const lm_activations *a, float *to) {
     const int64_t V = m->p.V, E = m->p.E;
-    cudaStream_t s = of(m)->stream;
     float *y;
-    if (!good(m, cudaMallocAsync(&y, (size_t)(LOGIT_ROWS * V) * sizeof *y, s))) return false;
+    if (!good(m, cudaMalloc(&y, (size_t)(LOGIT_ROWS * V) * sizeof *y))) return false;
     bool ok = true;
     for (int64_t i = 0, n; i < a->n_all && ok; i += n) {
         n = a->n_all - i < LOGIT_ROWS ? a->n_all - i : LOGIT_ROWS;
@@ -439,7 +437,8 @@ static bool logits_all(lm_model *m, const lm_activations *a, float *to) {
         ok = norm(m, a->norm, a->x + i * E, m->output_norm, n) && matmul(m, a, &rows, &m->output, 1, a->norm, n) &&
              download(m, to + i * V, y, (size_t)(n * V) * sizeof *y);
     }
-    return good(m, cudaFreeAsync(y, s)) && ok;
+    cudaFree(y);
+    return ok;
 }
 
 static bool wait_cuda(lm_model *m, double *now) {
@@ -477,7 +476,7 @@ static bool make(lm_model *m, lm_activations *a, int64_t n_all) {
                  o = place(&total, n * H * d * 2), gate = place(&total, n * 2 * F * 4), act = place(&total, n * F * 2),
                  in = place(&total, (int64_t)sizeof(input) + n_all * 4);
     void *block;
-    if (!good(m, cudaMallocAsync(&block, total, of(m)->stream))) return false;
+    if (!good(m, cudaMalloc(&block, total))) return false;
     char *at = (char *)block;
     *a = lm_activations{};
     a->n_all = n_all, a->n = n, a->block = block;
@@ -489,7 +488,10 @@ static bool make(lm_model *m, lm_activations *a, int64_t n_all) {
     return true;
 }
 
-static void release(lm_model *m, lm_activations *a) { cudaFreeAsync(a->block, of(m)->stream); }
+static void release(lm_model *m, lm_activations *a) {
+    (void)m;
+    cudaFree(a->block); /* waits for what uses it */
+}
 
 /* ==== opening ==== */
 
@@ -602,7 +604,7 @@ static bool open_cuda(lm_model *m) {
 static void close_cuda(lm_model *m) {
     device *g = of(m);
     if (!g) return;
-    if (m->one.block) release(m, &m->one);
+    release(m, &m->one);
     if (g->blas) cublasDestroy(g->blas);
     void *const memory[] = {g->blas_space, g->weights, g->vectors, g->inv_freq, g->logits, g->best, g->block, g->space};
     for (void *p : memory) cudaFree(p);
