@@ -495,9 +495,8 @@ extern dkv_result dkv_cuda_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *
 /* A batch of attentions made ready: private, copy it freely. */
 typedef struct dkv_cuda_work {
     void   *block, *ws;
-    int64_t n, items, longest;      /* attentions; (attention, KV head, row block) */
-    int32_t ctas, kernel, d, rows;  /* grid; which kernel; head dimension class; rows of a block */
-    int32_t split, tma, type, pack; /* cut into equal shares; loads by TMA; of context and tail */
+    int64_t n, items, heads_at, items_at, arrived_at, rows, longest;
+    int32_t ctas, blocks, split, kernel, type, d, tma, shared;
 } dkv_cuda_work;
 
 /* Prepares a[0..n-1] once for any number of launches: tile lists and tensor maps go to block (device, 128-byte
@@ -506,7 +505,7 @@ typedef struct dkv_cuda_work {
    behind i8 and fp8. d_k and d_v are multiples of 8, at most 256. Strides of 16 bytes with stride_dim = element take
    TMA, others slower loads.
    lengths: NULL, or device array [n] of the tails' lengths, read at each launch; then tail.n is what they may grow to
-   (every row up to it must be readable, and may hold anything). A length beyond it, or below N_q, is clamped.
+   (every row up to it must be readable, and may hold anything). A length beyond it counts as it.
    ctas: 0 for all multiprocessors, or a smaller grid. SHAPE, TYPE, FIELD, CAPACITY, ALIGN. */
 extern dkv_result dkv_cuda_attend_size(size_t *block_bytes, size_t *ws_bytes, const dkv_attention *a, int64_t n);
 extern dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention *a, int64_t n, const int64_t *lengths,
