@@ -660,13 +660,15 @@ struct Piece {
     int64_t          rows, base, length;             /* context rows of the head, the first of them; tail */
     bool             whole;                          /* the item has no other piece */
     int              slot;                           /* otherwise, where the piece goes */
-    int64_t          unit;                           /* first unit of the item, in the line of all tiles */
+    int              unit;                           /* first unit of the item, in the line of all tiles */
 };
 
 /* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too.
-   Group c of n has units [U c / n, U (c + 1) / n); its CTAs have one row block each and run through the same keys at
+   Group c of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at
    the same time. Every warp walks by itself. */
-struct Walk { int item, at, pieces; int64_t left, unit, units; };
+struct Walk { int item, at, pieces, left, unit, units; };
+
+DKV__DEVICE int share(int units, int groups, int c) { return units / groups * c + units % groups * c / groups; }
 
 template <int M> DKV__DEVICE int item_units(const Item &x) {
     return most(x.context + (int)ceil_div(tail_length(x), TILE), 1);
@@ -678,8 +680,8 @@ DKV__DEVICE int warp_sum(int x) {
 }
 
 /* Units before item, among all; total in *units. */
-template <int M> DKV__DEVICE int64_t units_before(const Work &w, int item, int64_t *units) {
-    int64_t before = 0, all = 0;
+template <int M> DKV__DEVICE int units_before(const Work &w, int item, int *units) {
+    int before = 0, all = 0;
     for (int i = 0; i < w.n_items; i += 32) {
         int lane = i + (threadIdx.x & 31), u = lane < w.n_items ? item_units<M>(w.items[lane]) : 0;
         all += warp_sum(u);
@@ -698,8 +700,8 @@ template <int M> DKV__DEVICE Walk walk_begin(const Work &w) {
     int     groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
     int     lane = threadIdx.x & 31;
     units_before<M>(w, 0, &x.units);
-    int64_t begin = x.units * c / groups, before = 0;
-    x.left = x.units * (c + 1) / groups - begin;
+    int begin = share(x.units, groups, c), before = 0;
+    x.left = share(x.units, groups, c + 1) - begin;
     for (int i = 0; i < w.n_items; i += 32) { /* the last item that starts at or before begin */
         int u = i + lane < w.n_items ? item_units<M>(w.items[i + lane]) : 0, upto = u;
         for (int j = 1; j < 32; j <<= 1) {
@@ -711,7 +713,7 @@ template <int M> DKV__DEVICE Walk walk_begin(const Work &w) {
             int first = __ffs(open) - 1;
             x.item = i + first;
             x.unit = before + __shfl_sync(~0u, upto - u, first);
-            x.at = (int)(begin - x.unit);
+            x.at = begin - x.unit;
             break;
         }
         before += __shfl_sync(~0u, upto, 31);
@@ -739,7 +741,7 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
         x.item += gridDim.x;
         return true;
     }
-    int units = item_units<M>(i), n = (int)least(x.left, (int64_t)(units - x.at));
+    int units = item_units<M>(i), n = least(x.left, units - x.at);
     p.whole = n == units;
     p.tile = x.at;
     p.end = least(p.end, x.at + n);
@@ -752,23 +754,31 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
 }
 
 /* Where the pieces of an item are: in slots of groups first .. last, in order. */
-struct Pieces { int64_t unit, units; int groups, blocks, m, first, last; };
+struct Pieces { int unit, units, groups, blocks, m, first, last; };
 
-DKV__DEVICE Pieces pieces_of(const Work &w, int64_t unit, int n, int64_t units, int m, int ctas) {
+/* The group whose share has unit u: the last that begins at or before it. */
+DKV__DEVICE int group_of(int units, int groups, int u) {
+    int c = least((int)((float)u * (float)groups / (float)units), groups - 1);
+    while (c > 0 && share(units, groups, c) > u) c--;
+    while (c < groups - 1 && share(units, groups, c + 1) <= u) c++;
+    return c;
+}
+DKV__DEVICE Pieces pieces_of(const Work &w, int unit, int n, int units, int m, int ctas) {
     Pieces p = {unit, units, ctas / w.blocks, w.blocks, m, 0, 0};
-    p.first = (int)(((unit + 1) * p.groups - 1) / units); /* the group whose share has the item's first unit */
-    p.last = (int)(((unit + n) * p.groups - 1) / units);
+    p.first = group_of(units, p.groups, unit);
+    p.last = group_of(units, p.groups, unit + n - 1);
     return p;
 }
 /* Slot of group c's piece, -1 if it has none. */
 DKV__DEVICE int piece_slot(const Pieces &p, int c) {
-    int64_t begin = p.units * c / p.groups, end = p.units * (c + 1) / p.groups;
-    if (begin == end) return -1;
-    return 2 * (c * p.blocks + p.m) + (begin < p.unit);
+    if (c > p.last) return -1;
+    int begin = share(p.units, p.groups, c), end = share(p.units, p.groups, c + 1);
+    return begin == end ? -1 : 2 * (c * p.blocks + p.m) + (begin < p.unit);
 }
+/* By a whole warp. */
 DKV__DEVICE int piece_count(const Pieces &p) {
     int n = 0;
-    for (int c = p.first; c <= p.last; c++) n += piece_slot(p, c) >= 0;
+    for (int c = p.first; c <= p.last; c += 32) n += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
     return n;
 }
 
@@ -779,11 +789,12 @@ template <int M> DKV__DEVICE Row row_of(const Piece &p, int r) {
     int R = p.m * M + r, G = p.a->G, i = R / G;
     return Row{i, p.g * G + (R - i * G), R < p.a->N_q * G};
 }
-/* Keys of the tile at `row` of its segment that query row r sees. */
-template <int M> DKV__DEVICE int row_sees(const Piece &p, int r, bool tail, int64_t row) {
-    int64_t n = tail ? visible(p.length, p.a->N_q, (p.m * M + r) / p.a->G) : p.rows;
-    return (int)most(least(n - row, (int64_t)TILE * 2), (int64_t)0);
+/* Tail rows that query row r sees. */
+template <int M> DKV__DEVICE int64_t row_sees(const Piece &p, int r) {
+    return visible(p.length, p.a->N_q, (p.m * M + r) / p.a->G);
 }
+/* Of n rows of a segment, those in the tile that begins at row. */
+DKV__DEVICE int in_tile(int64_t n, int64_t row) { return (int)most(least(n - row, (int64_t)TILE * 2), (int64_t)0); }
 
 /* The end of a row: its largest logit (in powers of 2) and sum become its LSE; returns what o is multiplied by. */
 DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, float sum) {
@@ -817,22 +828,30 @@ template <int N> DKV__DEVICE void store_out(const Attention &a, const Row &row, 
 /* Merges row r of an item's pieces, by one warp. A piece without a finite logit holds zeros, or NaN to pass on. */
 template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
                                                      const float *slots) {
-    constexpr int N = D / 32;
+    constexpr int N = D / 32, SLOT = M * (D + 2);
     const int     lane = threadIdx.x & 31;
     float         top = -INFINITY, sum = 0.0f, o[N] = {};
-    for (int c = p.first; c <= p.last; c++) {
+    for (int c = p.first + lane; c <= p.last; c += 32) {
         int slot = piece_slot(p, c);
-        if (slot >= 0) top = fmaxf(top, __ldcg(slots + (int64_t)slot * M * (D + 2) + M * D + r));
+        if (slot >= 0) top = fmaxf(top, __ldcg(slots + (int64_t)slot * SLOT + M * D + r));
     }
-    for (int c = p.first; c <= p.last; c++) {
-        int slot = piece_slot(p, c);
-        if (slot < 0) continue;
-        const float *s = slots + (int64_t)slot * M * (D + 2);
-        float        own = __ldcg(s + M * D + r), weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
-        sum += weight * __ldcg(s + M * (D + 1) + r);
+    for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+    for (int c = p.first; c <= p.last; c += 32) {
+        int          slot = piece_slot(p, c + lane);
+        const float *s = slots + (int64_t)most(slot, 0) * SLOT;
+        float        own = slot < 0 ? 0.0f : __ldcg(s + M * D + r), part = slot < 0 ? 0.0f : __ldcg(s + M * (D + 1) + r);
+        float        weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
+        sum += slot < 0 ? 0.0f : weight * part;
+#pragma unroll 4
+        for (int j = 0; j < least(p.last - c + 1, 32); j++) {
+            int          from = __shfl_sync(~0u, slot, j);
+            float        w = __shfl_sync(~0u, weight, j);
+            const float *x = slots + (int64_t)most(from, 0) * SLOT + r * D + lane * N;
 #pragma unroll
-        for (int u = 0; u < N; u++) o[u] += weight * __ldcg(s + r * D + lane * N + u);
+            for (int u = 0; u < N; u++) o[u] += from < 0 ? 0.0f : w * __ldcg(x + u);
+        }
     }
+    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
     float weight = 0.0f;
     if (lane == 0) weight = finish_row(a, row, top, sum);
     weight = __shfl_sync(~0u, weight, 0);
@@ -903,10 +922,11 @@ DKV__DEVICE float quad_sum(float x) {
 
    math    S = Q K^T and O += P V by m16n8k16, K and V as B operands, f32 accumulators; 8-bit elements become f16 in
            registers, K's scales are in q, V's are applied to O where the context ends
-   shapes  RW groups of 16 query rows x TW = 8 / RW groups of keys; a stage is 32 KB at D = 128: 128 keys of K or V in
+   shapes  RW groups of 16 query rows x TW groups of keys, a warp each; a stage is 32 KB at D = 128: 128 keys of K or V in
            16 bits, 256 in 8
-   CTA     8 consumer warps, each 16 rows by 1 / TW of a tile's keys, with its own maximum, sum and O, which meet at
-           the end of a piece; one warp fills a ring of stages, by TMA or (other strides, sm_80) by cp.async
+   CTA     8 warps (4 at D = 256, for registers), each 16 rows by 1 / TW of a tile's keys, with its own maximum, sum
+           and O, which meet at the end of a piece; one more fills a ring of stages, by TMA or (other strides, sm_80)
+           by cp.async
    why     decoding reads 32 KB per microsecond and SM: mma.sync keeps up at a quarter of its rate, and needs no P in
            shared memory; keys split over warps because rows do not fill them
    limits  D 64, 128, 256 (smaller d padded with zeros by the loads)                                               */
@@ -918,16 +938,16 @@ template <int TYPE> struct Compute { typedef __half T; };
 template <> struct Compute<DKV_BF16> { typedef __nv_bfloat16 T; };
 
 template <int TYPE, int D, int RW> struct MmaShape {
-    static constexpr int M = 16 * RW, TW = 8 / RW;
+    static constexpr int WARPS = D == 256 ? 4 : 8, THREADS = 32 * WARPS; /* that compute */
+    static constexpr int M = 16 * RW, TW = WARPS / RW;
     static constexpr int BYTES = TYPE == DKV_I8 || TYPE == DKV_FP8 ? 1 : 2;
     static constexpr int KEYS = BYTES == 1 ? 2 * TILE : TILE; /* of a context tile */
     static constexpr int PITCH = BYTES * D < 128 ? BYTES * D : 128;
     static constexpr int STAGE = TILE * D * 2;
     static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 5 : 3;
-    static constexpr int RED = 8 * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart: no conflicts */
+    static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart: no conflicts */
     static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 16 * 16;
 };
-constexpr int CONSUMERS = 256; /* threads of the 8 consumer warps */
 
 /* One stage <- rows of a source, from row on; by one warp. */
 template <int BYTES, int D, int ROWS>
@@ -973,13 +993,13 @@ DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uin
 /* Rows of q into shared memory, times the channel scales of an 8-bit context: by rows of a warp. Each such row is
    scaled by a power of two so that f16 holds it, whatever the scales are; factor[r]: what its logits then want.
    8-bit keys come as 4 adjacent elements a thread, so 16 elements of q lie in the order that mma pairs them with. */
-template <class T, int D, int M>
+template <class T, int D, int M, int WARPS>
 DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scaled, bool fp8) {
     constexpr int    N = D / 32;
     const Attention &a = *p.a;
     const int        warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const float     *scale = a.k_scale + (int64_t)p.g * a.k_pitch;
-    for (int r = warp * (M / 8); r < (warp + 1) * (M / 8); r++) {
+    for (int r = warp * (M / WARPS); r < (warp + 1) * (M / WARPS); r++) {
         Row         row = row_of<M>(p, r);
         const char *from = at(a.q, row.i, row.h);
         float       x[N], peak = 0.0f;
@@ -1140,7 +1160,7 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
         sum[i] = quad_sum(sum[i]);
         if (t == 0) tops[warp * 16 + r + 8 * i] = top[i], sums[warp * 16 + r + 8 * i] = sum[i];
     }
-    named_sync(1, CONSUMERS);
+    named_sync(1, S::THREADS);
     float own[2];
     for (int i = 0; i < 2; i++) {
         float all = -INFINITY;
@@ -1149,7 +1169,7 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
     }
     scale_rows(o, own);
     float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
-    for (int row = tid; row < M; row += CONSUMERS) {
+    for (int row = tid; row < M; row += S::THREADS) {
         float all = -INFINITY, total = 0.0f;
         for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(row / 16 + RW * j) * 16 + row % 16]);
         for (int j = 0; j < TW; j++) {
@@ -1169,8 +1189,8 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
             *(float2 *)to = float2{o[n][0], o[n][1]};
             *(float2 *)(to + 8 * 40) = float2{o[n][2], o[n][3]};
         }
-        named_sync(1, CONSUMERS);
-        for (int i = tid; i < M * 16; i += CONSUMERS) {
+        named_sync(1, S::THREADS);
+        for (int i = tid; i < M * 16; i += S::THREADS) {
             int   row = i / 16, j = i % 16 * 2;
             float x[2] = {0.0f, 0.0f};
             for (int k = 0; k < TW; k++) {
@@ -1181,32 +1201,36 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
             if (p.whole) store_out<2>(*p.a, row_of<M>(p, row), d0 + j, x);
             else *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
         }
-        named_sync(1, CONSUMERS);
+        named_sync(1, S::THREADS);
     }
 }
 
 /* The CTA that finds itself the last of an item's pieces merges them all, in order; by all consumer warps. */
-template <int M, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, const Walk &x, int *flag) {
+template <class S, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, const Walk &x, int *flag) {
+    constexpr int M = S::M;
     Pieces q = pieces_of(w, p.unit, item_units<M>(w.items[p.item]), x.units, p.m, gridDim.x);
     __threadfence();
-    named_sync(1, CONSUMERS);
-    if (threadIdx.x == 0) {
-        *flag = atomicAdd(w.arrived + p.item, 1) == piece_count(q) - 1;
-        if (*flag) w.arrived[p.item] = 0;
-        __threadfence();
+    named_sync(1, S::THREADS);
+    if (threadIdx.x < 32) {
+        int pieces = piece_count(q);
+        if (threadIdx.x == 0) {
+            *flag = atomicAdd(w.arrived + p.item, 1) == pieces - 1;
+            if (*flag) w.arrived[p.item] = 0;
+            __threadfence();
+        }
     }
-    named_sync(1, CONSUMERS);
+    named_sync(1, S::THREADS);
     if (*flag) {
-        for (int r = threadIdx.x / 32; r < M; r += 8) {
+        for (int r = threadIdx.x / 32; r < M; r += S::WARPS) {
             Row row = row_of<M>(p, r);
             if (row.real) combine_row<M, D>(*p.a, row, r, q, w.slots);
         }
     }
-    named_sync(1, CONSUMERS);
+    named_sync(1, S::THREADS);
 }
 
 template <int TYPE, int D, int RW>
-__global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_constant__ Work w) {
+__global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend_mma(const __grid_constant__ Work w) {
     typedef MmaShape<TYPE, D, RW>      S;
     typedef typename Compute<TYPE>::T  T;
     constexpr int                      M = S::M;
@@ -1220,7 +1244,7 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
     if (threadIdx.x == 0) {
         for (int i = 0; i < w.stages; i++) {
             bar_init(full + i, w.tma ? 1 : 32);
-            bar_init(empty + i, 8);
+            bar_init(empty + i, S::WARPS);
         }
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -1232,7 +1256,7 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
     int      stage = 0;
     uint32_t phase = 0;
 
-    if (warp == 8) { /* the producer */
+    if (warp == S::WARPS) { /* the producer */
         uint64_t policy = 0;
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
@@ -1264,7 +1288,9 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
         if (++stage == w.stages) stage = 0, phase ^= 1;
     };
     while (walk_next<M>(walk, p, w)) {
-        float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 8][4] = {}, factor[2];
+        float         top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 8][4] = {}, factor[2];
+        const float   softcap = p.a->softcap;
+        const int64_t visible[2] = {row_sees<M>(p, 16 * rw + r), row_sees<M>(p, 16 * rw + r + 8)};
         for (int tile = p.tile; tile < p.end; tile++) {
             const bool tail = tile >= p.context;
             if (tile == p.tile || tile == p.context) { /* a segment begins */
@@ -1273,9 +1299,9 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
                     straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
                 }
                 if (tile == p.tile || EIGHT) {
-                    named_sync(1, CONSUMERS); /* q and weight are read no more */
-                    load_queries<T, D, M>(p, q, weight, scaled, TYPE == DKV_FP8);
-                    named_sync(1, CONSUMERS);
+                    named_sync(1, S::THREADS); /* q and weight are read no more */
+                    load_queries<T, D, M, S::WARPS>(p, q, weight, scaled, TYPE == DKV_FP8);
+                    named_sync(1, S::THREADS);
                     factor[0] = weight[16 * rw + r];
                     factor[1] = weight[16 * rw + r + 8];
                 }
@@ -1287,13 +1313,13 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
                 bar_wait(full + stage, phase);
                 const int     first = tw * (S::KEYS / S::TW);
                 const int64_t row = (int64_t)tile * S::KEYS;
-                const int     sees[2] = {row_sees<M>(p, 0, false, row), row_sees<M>(p, 0, false, row)};
+                const int     sees[2] = {in_tile(p.rows, row), in_tile(p.rows, row)};
                 const int     stage_v = stage + 1 == w.stages ? 0 : stage + 1;
                 const uint32_t phase_v = phase ^ (stage + 1 == w.stages);
                 for (int n = 0; n < N; n += STEP) {
                     float s[STEP][4] = {};
                     scores8<TYPE, D, M, STEP, S::PITCH, S::KEYS>(s, q, 16 * rw, k, first + 8 * n);
-                    softmax_tile<STEP>(s, top, sum, alpha, factor, p.a->softcap, sees, first + 8 * n);
+                    softmax_tile<STEP>(s, top, sum, alpha, factor, softcap, sees, first + 8 * n);
                     scale_rows(o, alpha);
                     if (n == 0) bar_wait(full + stage_v, phase_v);
                     mix8<TYPE, D, STEP, S::PITCH, S::KEYS>(o, s, ring + stage_v * S::STAGE, first + 8 * n);
@@ -1303,14 +1329,14 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
                 bar_wait(full + stage, phase);
                 const int     first = tw * (TILE / S::TW);
                 const int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
-                const int     sees[2] = {row_sees<M>(p, 16 * rw + r, tail, row), row_sees<M>(p, 16 * rw + r + 8, tail, row)};
-                const int     real = (int)least((tail ? p.length : p.rows) - row, (int64_t)TILE);
+                const int     sees[2] = {in_tile(tail ? visible[0] : p.rows, row), in_tile(tail ? visible[1] : p.rows, row)};
+                const int     real = in_tile(tail ? p.length : p.rows, row);
                 const int     stage_v = stage + 1 == w.stages ? 0 : stage + 1;
                 const uint32_t phase_v = phase ^ (stage + 1 == w.stages);
                 for (int n = 0; n < N; n += STEP) {
                     float s[STEP][4] = {};
                     scores16<T, D, M, STEP, 128>(s, q, 16 * rw, k, first + 8 * n);
-                    softmax_tile<STEP>(s, top, sum, alpha, factor, p.a->softcap, sees, first + 8 * n);
+                    softmax_tile<STEP>(s, top, sum, alpha, factor, softcap, sees, first + 8 * n);
                     scale_rows(o, alpha);
                     if (n == 0) bar_wait(full + stage_v, phase_v);
                     mix16<T, D, STEP, 128>(o, s, ring + stage_v * S::STAGE, first + 8 * n, real);
@@ -1322,9 +1348,9 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
         if (EIGHT && p.tile < p.context && p.end <= p.context && p.tile < p.end) {
             straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
         }
-        named_sync(1, CONSUMERS); /* weight held the rows' factors */
+        named_sync(1, S::THREADS); /* weight held the rows' factors */
         finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, weight);
-        if (!p.whole && w.arrived) combine_last<M, D>(p, w, walk, flag);
+        if (!p.whole && w.arrived) combine_last<S, D>(p, w, walk, flag);
     }
 }
 
@@ -1397,13 +1423,14 @@ DKV__WGMMA(__half, "f16")
 template <int D> struct WgmmaShape {
     static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS, STAGES = D == 64 ? 4 : 2;
     static constexpr int THREADS = 128 * (GROUPS + 1), STAGE = TILE * D * 2, Q = M * D * 2;
-    static constexpr int SHARED = 2 * STAGES * STAGE + 2 * Q + 256;
+    static constexpr int SHARED = 2 * STAGES * STAGE + 2 * Q + 256 + 2 * sizeof(Piece);
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 /* Q's rows of a piece into shared memory, by 96 threads. */
 template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p, char *to, int tid) {
     const Attention &a = *p.a;
+#pragma unroll 1 /* registers */
     for (int i = tid; i < M * (D / 8); i += 96) {
         int         r = i / (D / 8), c = i % (D / 8);
         Row         row = row_of<M>(p, r);
@@ -1420,6 +1447,25 @@ template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p,
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     fence_async();
+}
+
+/* K and V of a piece into their rings: K of a tile before V of the tile before, as they are used. By one warp. */
+template <int D, int STAGES>
+DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<STAGES> &k, Ring<STAGES> &v, uint64_t *k_full,
+                           uint64_t *k_empty, uint64_t *v_full, uint64_t *v_empty) {
+    constexpr int  STAGE = TILE * D * 2;
+    const uint64_t policy = policy_evict_normal();
+    const int      end = p.end, context = p.context;
+    for (int tile = p.tile; tile < end; tile++) {
+        bool    tail = tile >= context;
+        int64_t row = (int64_t)(tail ? tile - context : tile) * TILE;
+        bar_wait(k_empty + k.stage, k.phase ^ 1);
+        load_tile<2, D, TILE>(p, tail ? TAIL_K : CONTEXT_K, row, ks + k.stage * STAGE, k_full + k.stage, true, policy);
+        k.next();
+        bar_wait(v_empty + v.stage, v.phase ^ 1);
+        load_tile<2, D, TILE>(p, tail ? TAIL_V : CONTEXT_V, row, vs + v.stage * STAGE, v_full + v.stage, true, policy);
+        v.next();
+    }
 }
 
 /* What follows the tail's end in its last tile may be anything: zeros in V, since 0 * NaN is NaN. All consumers. */
@@ -1440,60 +1486,63 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
     extern __shared__ __align__(1024) char shared[];
     char     *ks = shared, *vs = ks + STAGES * S::STAGE, *qs = vs + STAGES * S::STAGE;
     uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + STAGES, *v_full = k_empty + STAGES,
-             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2;
+             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2, *piece_full = q_empty + 2;
+    Piece    *pieces = (Piece *)(k_full + 32); /* a piece comes with its queries; none: the end */
     const int group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             bar_init(k_full + i, 1), bar_init(v_full + i, 1);
             bar_init(k_empty + i, GROUPS), bar_init(v_empty + i, GROUPS);
         }
-        for (int i = 0; i < 2; i++) bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS);
+        for (int i = 0; i < 2; i++) bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS), bar_init(piece_full + i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
 
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(D == 64 ? 32 : 40));
-        Walk  walk = walk_begin<M>(w);
-        Piece p;
-        if (threadIdx.x < 32) {
-            const uint64_t policy = policy_evict_normal();
-            Ring<STAGES>   k, v;
-            while (walk_next<M>(walk, p, w)) {
-                if (lane < SOURCES) tma_acquire(&p.a->map[lane]);
-                __syncwarp();
-                for (int tile = p.tile; tile < p.end; tile++) { /* K of a tile before V of the tile before, as they are used */
-                    bool    tail = tile >= p.context;
-                    int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
-                    bar_wait(k_empty + k.stage, k.phase ^ 1);
-                    load_tile<2, D, TILE>(p, tail ? TAIL_K : CONTEXT_K, row, ks + k.stage * S::STAGE, k_full + k.stage, true, policy);
-                    k.next();
-                    bar_wait(v_empty + v.stage, v.phase ^ 1);
-                    load_tile<2, D, TILE>(p, tail ? TAIL_V : CONTEXT_V, row, vs + v.stage * S::STAGE, v_full + v.stage, true, policy);
-                    v.next();
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 32 : 72));
+        const int    warp = threadIdx.x / 32;
+        Ring<STAGES> k, v;
+        Ring<2>      q;
+        Walk         walk;
+        if (warp == 1) walk = walk_begin<M>(w);
+        for (;; q.next()) {
+            if (warp == 1) { /* says what is next */
+                Piece next;
+                if (!walk_next<M>(walk, next, w)) next.a = NULL;
+                bar_wait(q_empty + q.stage, q.phase ^ 1);
+                if (lane == 0) {
+                    pieces[q.stage] = next;
+                    bar_arrive(piece_full + q.stage);
                 }
             }
-        } else {
-            Ring<2> q;
-            while (walk_next<M>(walk, p, w)) {
-                bar_wait(q_empty + q.stage, q.phase ^ 1);
-                gather_queries<T, D, M>(p, qs + q.stage * S::Q, threadIdx.x - 32);
+            bar_wait(piece_full + q.stage, q.phase);
+            const Piece &p = pieces[q.stage];
+            if (warp == 0) {
+                if (!p.a) break;
+                if (lane < SOURCES) tma_acquire(&p.a->map[lane]);
+                __syncwarp();
+                load_keys<D, STAGES>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
+            } else {
+                if (p.a) gather_queries<T, D, M>(p, qs + q.stage * S::Q, threadIdx.x - 32);
                 bar_arrive(q_full + q.stage);
-                q.next();
+                if (!p.a) break;
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(D == 64 ? 160 : 232));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 160 : 216));
         const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
-        Walk         walk = walk_begin<M>(w);
-        Piece        p;
         Ring<STAGES> k, v;
         Ring<2>      q;
         if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
-        while (walk_next<M>(walk, p, w)) {
+        for (;;) {
+            const Piece &p = pieces[q.stage];
+            bar_wait(q_full + q.stage, q.phase);
+            if (!p.a) break;
             float     s[16][4], o[D / 8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, alpha[2];
             uint32_t  weight[8][4];
             const float    factor[2] = {p.a->scale, p.a->scale}, softcap = p.a->softcap;
+            const int      visible[2] = {(int)row_sees<M>(p, r), (int)row_sees<M>(p, r + 8)};
             const uint32_t q_at = shared_address(qs + q.stage * S::Q) + own * 64 * 128;
 
             auto scores = [&] {
@@ -1513,11 +1562,10 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             auto soften = [&](int tile) {
                 const bool    tail = tile >= p.context;
                 const int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
-                const int     sees[2] = {row_sees<M>(p, r, tail, row), row_sees<M>(p, r + 8, tail, row)};
+                const int     sees[2] = {in_tile(tail ? visible[0] : p.rows, row), in_tile(tail ? visible[1] : p.rows, row)};
                 softmax_tile<16>(s, top, sum, alpha, factor, softcap, sees, 0);
             };
 
-            bar_wait(q_full + q.stage, q.phase);
             if (p.tile < p.end) {
                 bar_wait(k_full + k.stage, k.phase);
                 wgmma_fence();
@@ -1621,7 +1669,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 template <int M, int D> __global__ void __launch_bounds__(256) combine(const __grid_constant__ Work w, int ctas) {
     const int item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
     const Item  &x = w.items[item];
-    int64_t      units, unit = units_before<M>(w, item, &units);
+    int          units, unit = units_before<M>(w, item, &units);
     const Pieces q = pieces_of(w, unit, item_units<M>(x), units, blockIdx.z, ctas);
     if (q.first == q.last) return;
     Piece p;
@@ -1642,7 +1690,7 @@ namespace {
 
 /* ---- preparing a batch: checks, tensor maps, the block ---- */
 
-enum { MMA16, MMA32, MMA128, WGMMA, KERNELS };
+enum { MMA16, MMA32, MMA_MANY, WGMMA, KERNELS };
 
 struct Batch { /* what all attentions of a batch have in common */
     dkv_type type, tail;     /* of context and tail */
@@ -1697,9 +1745,9 @@ dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device 
         dkv_result r = check_attention(b, a[i]);
         if (r) return r;
     }
-    b->kernel = b->rows <= 16 ? MMA16 : b->rows <= 32 ? MMA32 : MMA128;
-    if (b->kernel == MMA128 && dev.arch == 90 && b->tma && b->d <= 128 && type_bytes(b->type) == 2) b->kernel = WGMMA;
-    b->M = b->kernel == MMA16 ? 16 : b->kernel == MMA32 ? 32 : b->kernel == WGMMA && b->d == 64 ? 192 : 128;
+    b->kernel = b->rows <= 16 ? MMA16 : b->rows <= 32 ? MMA32 : MMA_MANY;
+    if (b->kernel == MMA_MANY && dev.arch == 90 && b->tma && b->d <= 128 && type_bytes(b->type) == 2) b->kernel = WGMMA;
+    b->M = b->kernel == MMA16 ? 16 : b->kernel == MMA32 ? 32 : b->d == 256 ? 64 : b->kernel == WGMMA && b->d == 64 ? 192 : 128;
     for (int64_t i = 0; i < n; i++) {
         int64_t blocks = ceil_div(a[i].H / a[i].Hkv * a[i].N_q, b->M);
         b->items += blocks * a[i].Hkv;
@@ -1929,9 +1977,9 @@ template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_
     typedef MmaShape<TYPE, D, RW> S;
     w.stages = least(S::MOST_STAGES, (k.shared - S::FIXED) / S::STAGE);
     if (w.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
-    if (RW == 8) w.arrived = NULL;
-    dkv_result r = launch(attend_mma<TYPE, D, RW>, w, k.ctas, CONSUMERS + 32, w.stages * S::STAGE + S::FIXED, stream);
-    if (!r && RW == 8 && w.split) {
+    if (RW > 2) w.arrived = NULL; /* pieces too large for one CTA to merge in passing */
+    dkv_result r = launch(attend_mma<TYPE, D, RW>, w, k.ctas, S::THREADS + 32, w.stages * S::STAGE + S::FIXED, stream);
+    if (!r && RW > 2 && w.split) {
         combine<S::M, D><<<dim3(S::M / 8, w.n_items, w.blocks), 256, 0, stream>>>(w, k.ctas);
         r = launched();
     }
@@ -1951,7 +1999,7 @@ template <class T, int D> dkv_result launch_wgmma(Work w, const dkv_cuda_work &k
 template <int TYPE, int D> dkv_result launch_type(const Work &w, const dkv_cuda_work &k, cudaStream_t stream) {
     if (k.kernel == MMA16) return launch_mma<TYPE, D, 1>(w, k, stream);
     if (k.kernel == MMA32) return launch_mma<TYPE, D, 2>(w, k, stream);
-    return launch_mma<TYPE, D, 8>(w, k, stream);
+    return launch_mma<TYPE, D, D == 256 ? 4 : 8>(w, k, stream);
 }
 
 template <int D> dkv_result launch_d(const Work &w, const dkv_cuda_work &k, cudaStream_t stream) {
