@@ -495,8 +495,9 @@ extern dkv_result dkv_cuda_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *
 /* A batch of attentions made ready: private, copy it freely. */
 typedef struct dkv_cuda_work {
     void   *block, *ws;
-    int64_t n, items, heads_at, items_at, arrived_at, rows, longest;
-    int32_t ctas, blocks, split, kernel, type, d, tma, shared;
+    const int64_t *lengths;
+    int64_t n, items, items_at, arrived_at, rows, longest;
+    int32_t ctas, blocks, split, kernel, type, d, tma, shared, overlap;
 } dkv_cuda_work;
 
 /* Prepares a[0..n-1] once for any number of launches: tile lists and tensor maps go to block (device, 128-byte
