@@ -20,7 +20,7 @@ typedef __nv_bfloat16 bf16;
 /* Tokens that pass a layer at once, rows whose logits are made at once, floats of weights that are uploaded at once,
    bytes that cuBLAS asks for on Hopper. */
 static const int64_t CHUNK = 4096, LOGIT_ROWS = 256, SLAB = 1 << 24, BLAS_BYTES = 32 << 20;
-enum { THREADS = 256, WARPS = THREADS / 32, MANY = 1024 };
+enum { THREADS = 256, WARPS = THREADS / 32, MANY = 1024, AHEAD = 4 };
 
 struct input {
     int64_t pos;
@@ -29,6 +29,7 @@ struct input {
 
 struct device {
     cudaStream_t stream;
+    bool overlaps;          /* sm_90: see overlap */
     cublasHandle_t blas;
     void *blas_space;
     bf16 *weights;          /* [all] */
@@ -55,11 +56,33 @@ static cache *of(const lm_cache *c) { return (cache *)c->own; }
 
 static bool good(lm_model *m, cudaError_t e) { return e ? lm_fail(m, "CUDA: %s", cudaGetErrorString(e)) : true; }
 static bool good(lm_model *m, dkv_result r) { return r ? lm_fail(m, "attention: %s", dkv_result_string(r)) : true; }
-static bool launched(lm_model *m) { return good(m, cudaGetLastError()); }
 
 static unsigned blocks(int64_t n, int64_t per_block) { return (unsigned)((n + per_block - 1) / per_block); }
 
+template <class... P, class... A>
+static bool launch(lm_model *m, void (*kernel)(P...), dim3 grid, int threads, A... arguments) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid;
+    c.blockDim = dim3((unsigned)threads);
+    c.stream = of(m)->stream;
+    c.attrs = &attribute;
+    c.numAttrs = of(m)->overlaps ? 1 : 0;
+    return good(m, cudaLaunchKernelEx(&c, kernel, arguments...));
+}
+
 /* ==== kernels ==== */
+
+/* On sm_90 the next kernel is scheduled from here on, and waits here until this one has ended. Before it a kernel reads
+   only what no kernel writes. */
+static __device__ void overlap() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 /* Sum over a block of THREADS, for every thread. */
 static __device__ float block_sum(float x) {
@@ -74,6 +97,7 @@ static __device__ float block_sum(float x) {
 
 static __global__ void to_bf16_kernel(bf16 *y, const float *x, int64_t n) {
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    overlap();
     if (i < n) y[i] = __float2bfloat16(x[i]);
 }
 
@@ -82,6 +106,7 @@ static __global__ void to_bf16_kernel(bf16 *y, const float *x, int64_t n) {
 static __global__ void embed_kernel(float *x, float2 *rope, const input *in, const bf16 *embed, const double *inv_freq,
                                     int64_t E, int64_t pairs) {
     const int64_t i = blockIdx.x;
+    overlap();
     const bf16 *row = embed + in->tokens[i] * E;
     for (int64_t j = threadIdx.x; j < E; j += THREADS) x[i * E + j] = __bfloat162float(row[j]);
     for (int64_t j = threadIdx.x; j < pairs; j += THREADS) {
@@ -95,6 +120,7 @@ static __global__ void embed_kernel(float *x, float2 *rope, const input *in, con
 static __global__ void norm_kernel(bf16 *y, const float *x, const float *gain, int64_t E, float eps) {
     x += blockIdx.x * E;
     y += blockIdx.x * E;
+    overlap();
     float sum = 0;
     for (int64_t j = threadIdx.x; j < E; j += THREADS) sum += x[j] * x[j];
     const float scale = 1 / sqrtf(block_sum(sum) / (float)E + eps);
@@ -112,17 +138,26 @@ static __device__ float dot8(uint4 a, uint4 b, float sum) {
 }
 
 /* y[rows] = W[rows][cols] x + bias (NULL: none), or += . A warp per row reads it once, 16 bytes a lane and load where
-   rows are aligned to that. */
+   rows are aligned to that; the first loads of W are on their way before the kernel that makes x has ended. */
 template <bool ADD>
 static __global__ void matvec_kernel(float *y, const bf16 *W, const bf16 *x, const float *bias, int64_t rows,
                                      int64_t cols) {
     const int64_t r = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (r >= rows) return;
     const bf16 *w = W + r * cols;
-    const int64_t n8 = cols % 8 || (uintptr_t)W % 16 ? 0 : cols / 8;
+    const int64_t n8 = r >= rows || cols % 8 || (uintptr_t)W % 16 ? 0 : cols / 8;
+    const uint4 *w8 = (const uint4 *)w, *x8 = (const uint4 *)x;
+    uint4 first[AHEAD];
+    #pragma unroll
+    for (int k = 0; k < AHEAD; k++)
+        if (lane + 32 * k < n8) first[k] = w8[lane + 32 * k];
+    overlap();
+    if (r >= rows) return;
     float sum = 0;
+    #pragma unroll
+    for (int k = 0; k < AHEAD; k++)
+        if (lane + 32 * k < n8) sum = dot8(first[k], x8[lane + 32 * k], sum);
     #pragma unroll 4
-    for (int64_t i = lane; i < n8; i += 32) sum = dot8(((const uint4 *)w)[i], ((const uint4 *)x)[i], sum);
+    for (int64_t i = lane + 32 * AHEAD; i < n8; i += 32) sum = dot8(w8[i], x8[i], sum);
     for (int64_t i = n8 * 8 + lane; i < cols; i += 32) sum = fmaf(__bfloat162float(w[i]), __bfloat162float(x[i]), sum);
     for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
     if (lane == 0) y[r] = ADD ? y[r] + sum : bias ? bias[r] + sum : sum;
@@ -131,6 +166,7 @@ static __global__ void matvec_kernel(float *y, const bf16 *W, const bf16 *x, con
 /* y[n][rows] <- bias[rows], rows of y ld apart: what a product is then added to. Grid: pieces of a row, n. */
 static __global__ void bias_kernel(float *y, int64_t ld, const float *bias, int64_t rows) {
     const int64_t r = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    overlap();
     if (r < rows) y[blockIdx.y * ld + r] = bias[r];
 }
 
@@ -145,6 +181,7 @@ static __global__ void rotate_kernel(T *to, const float *from, const float2 *rop
     const int h = first + (int)blockIdx.x;
     const int64_t at = ((int64_t)blockIdx.y * heads + h) * d;
     rope += (int64_t)blockIdx.y * pairs;
+    overlap();
     for (int j = (int)threadIdx.x; j < d; j += (int)blockDim.x) {
         float x = from[at + j];
         if (h < rotated && j < 2 * pairs) {
@@ -161,6 +198,7 @@ static __global__ void rotate_kernel(T *to, const float *from, const float2 *rop
 /* act[n][F] = silu(gate) * up, from [n][gate F, up F]. Grid: pieces of a row, n. */
 static __global__ void swiglu_kernel(bf16 *act, const float *gate_up, int64_t F) {
     const int64_t i = blockIdx.y, j = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    overlap();
     if (j >= F) return;
     const float g = gate_up[i * 2 * F + j], u = gate_up[i * 2 * F + F + j];
     act[i * F + j] = __float2bfloat16(g / (1 + expf(-g)) * u);
@@ -173,6 +211,7 @@ static __global__ void best_kernel(int32_t *best, const float *x, int32_t n) {
     const int t = (int)threadIdx.x;
     float v = -CUDART_INF_F;
     int32_t at = n;
+    overlap();
     for (int64_t i = t; i < n; i += MANY)
         if (x[i] > v || (x[i] == v && at == n)) v = x[i], at = (int32_t)i;
     value[t] = v, index[t] = at;
@@ -199,16 +238,14 @@ static bool begin(lm_model *m, lm_cache *c, const lm_activations *a) {
     device *g = of(m);
     cache *k = of(c);
     const int64_t E = m->p.E, pairs = m->p.n_rot / 2;
-    embed_kernel<<<(unsigned)a->n_all, THREADS, 0, g->stream>>>(a->x, (float2 *)a->rope, (const input *)a->input,
-                                                               g->embed, g->inv_freq, E, pairs);
-    if (!launched(m)) return false;
+    if (!launch(m, embed_kernel, (unsigned)a->n_all, THREADS, a->x, (float2 *)a->rope, (const input *)a->input,
+                g->embed, g->inv_freq, E, pairs)) return false;
     if (a == &m->one) return good(m, dkv_cuda_advance(dkv_cuda_cache_length(k->own), 1, 1, g->stream));
     return good(m, dkv_cuda_cache_truncate(k->own, c->tail + a->n_all, g->stream));
 }
 
 static bool norm(lm_model *m, void *y, const float *x, const float *gain, int64_t n) {
-    norm_kernel<<<(unsigned)n, THREADS, 0, of(m)->stream>>>((bf16 *)y, x, gain, m->p.E, (float)m->p.eps);
-    return launched(m);
+    return launch(m, norm_kernel, (unsigned)n, THREADS, (bf16 *)y, x, gain, m->p.E, (float)m->p.eps);
 }
 
 /* y[n][rows] = x[n][cols] W^T, or += */
@@ -227,22 +264,21 @@ static bool matmul(lm_model *m, const lm_activations *a, const lm_rows *y, const
     (void)a;
     const bf16 *W = (const bf16 *)w->bf16, *x = (const bf16 *)from;
     const float *bias = w->bias;
-    cudaStream_t s = of(m)->stream;
     int64_t rows = 0, cols = w->mat.cols;
     for (int k = 0; k < n_w; k++) rows += w[k].mat.rows;
-    if (n == 1) matvec_kernel<false><<<blocks(rows, WARPS), THREADS, 0, s>>>(y->data, W, x, bias, rows, cols);
-    else if (bias) bias_kernel<<<dim3(blocks(rows, THREADS), (unsigned)n), THREADS, 0, s>>>(y->data, y->ld, bias, rows);
-    return launched(m) && (n == 1 || gemm(m, y->data, y->ld, W, x, n, rows, cols, bias != NULL));
+    if (n == 1) return launch(m, matvec_kernel<false>, blocks(rows, WARPS), THREADS, y->data, W, x, bias, rows, cols);
+    const dim3 grid(blocks(rows, THREADS), (unsigned)n);
+    if (bias && !launch(m, bias_kernel, grid, THREADS, y->data, y->ld, bias, rows)) return false;
+    return gemm(m, y->data, y->ld, W, x, n, rows, cols, bias != NULL);
 }
 
 static bool matmul_add(lm_model *m, const lm_activations *a, float *x, const lm_weight *w, const void *from,
                        int64_t n) {
     (void)a;
-    const bf16 *W = (const bf16 *)w->bf16;
+    const bf16 *W = (const bf16 *)w->bf16, *in = (const bf16 *)from;
     const int64_t rows = w->mat.rows, cols = w->mat.cols;
-    if (n > 1) return gemm(m, x, rows, W, (const bf16 *)from, n, rows, cols, true);
-    matvec_kernel<true><<<blocks(rows, WARPS), THREADS, 0, of(m)->stream>>>(x, W, (const bf16 *)from, NULL, rows, cols);
-    return launched(m);
+    if (n > 1) return gemm(m, x, rows, W, in, n, rows, cols, true);
+    return launch(m, matvec_kernel<true>, blocks(rows, WARPS), THREADS, x, W, in, (const float *)NULL, rows, cols);
 }
 
 /* v is rounded here too; of kv_only, q is left out. */
@@ -252,20 +288,17 @@ static bool rotate(lm_model *m, const lm_activations *a, const float *rope, int6
     const int first = to.kv_only ? H : 0, heads = H + 2 * Hkv, threads = d <= 64 ? 64 : 128;
     const dim3 grid((unsigned)(heads - first), (unsigned)n);
     const float2 *angle = (const float2 *)rope;
-    cudaStream_t s = of(m)->stream;
+    const float *from = a->q.data;
     if (dkv_tail_type(to.cache->type) == DKV_F16)
-        rotate_kernel<<<grid, threads, 0, s>>>((__half *)a->qkv, a->q.data, angle, first, heads, H + Hkv, d, pairs,
-                                               p->half_split);
-    else
-        rotate_kernel<<<grid, threads, 0, s>>>((bf16 *)a->qkv, a->q.data, angle, first, heads, H + Hkv, d, pairs,
-                                               p->half_split);
-    return launched(m);
+        return launch(m, rotate_kernel<__half>, grid, threads, (__half *)a->qkv, from, angle, first, heads, H + Hkv, d,
+                      pairs, p->half_split);
+    return launch(m, rotate_kernel<bf16>, grid, threads, (bf16 *)a->qkv, from, angle, first, heads, H + Hkv, d, pairs,
+                  p->half_split);
 }
 
 static bool swiglu(lm_model *m, const lm_activations *a, int64_t n) {
     const dim3 grid(blocks(m->p.F, THREADS), (unsigned)n);
-    swiglu_kernel<<<grid, THREADS, 0, of(m)->stream>>>((bf16 *)a->act, a->gate.data, m->p.F);
-    return launched(m);
+    return launch(m, swiglu_kernel, grid, THREADS, (bf16 *)a->act, (const float *)a->gate.data, m->p.F);
 }
 
 /* ==== attention ==== */
@@ -451,9 +484,9 @@ static bool wait_cuda(lm_model *m, double *now) {
 
 static bool fetch(lm_model *m, float *to, int32_t *best) {
     device *g = of(m);
-    if (best) best_kernel<<<1, MANY, 0, g->stream>>>(g->best, g->logits, (int32_t)m->p.V);
-    return launched(m) && (!best || download(m, best, g->best, sizeof *best)) &&
-           (!to || download(m, to, g->logits, (size_t)m->p.V * sizeof *to)) &&
+    if (best && (!launch(m, best_kernel, 1, MANY, g->best, (const float *)g->logits, (int32_t)m->p.V) ||
+                 !download(m, best, g->best, sizeof *best))) return false;
+    return (!to || download(m, to, g->logits, (size_t)m->p.V * sizeof *to)) &&
            good(m, cudaStreamSynchronize(g->stream));
 }
 
@@ -512,8 +545,9 @@ static bool upload_matrix(lm_model *m, bf16 *to, const quant_mat *w, slab throug
         const int64_t n = rows * w->cols;
         lm_dequantise(through.host, w, first, rows);
         if (!upload(m, through.dev, through.host, (size_t)n * sizeof(float))) return false;
-        to_bf16_kernel<<<blocks(n, THREADS), THREADS, 0, of(m)->stream>>>(to + first * w->cols, through.dev, n);
-        if (!launched(m) || !good(m, cudaStreamSynchronize(of(m)->stream))) return false;
+        bf16 *slab_of = to + first * w->cols;
+        if (!launch(m, to_bf16_kernel, blocks(n, THREADS), THREADS, slab_of, (const float *)through.dev, n) ||
+            !good(m, cudaStreamSynchronize(of(m)->stream))) return false;
     }
     return true;
 }
@@ -592,6 +626,7 @@ static bool open_cuda(lm_model *m) {
     if (!(m->own = g)) return lm_fail(m, "no memory for a model of this shape");
     dkv_result r = dkv_cuda_device(&arch, &sms);
     if (r) return lm_fail(m, "%s", dkv_result_string(r));
+    g->overlaps = arch >= 90;
     if (!good(m, cudaGetDevice(&at)) || !good(m, cudaGetDeviceProperties(&about, at)) ||
         !good(m, cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking)) ||
         !good(m, cudaMalloc(&g->blas_space, BLAS_BYTES)) || !open_blas(m) ||
