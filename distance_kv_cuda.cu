@@ -2119,3 +2119,363 @@ extern "C" dkv_result dkv_cuda_append(const dkv_cuda_work *w, dkv_tensor k, dkv_
     append<<<dim3(x, (unsigned)w->n), 128, 0, (cudaStream_t)stream>>>((const Attention *)w->block, k, v, is_vector(k), is_vector(v));
     return launched();
 }
+
+/* ==========================================================================
+   [CACHE]  packed layers and a growing tail on the device
+   in:  dense layers, one at a time; new tokens by dkv_cuda_append
+   out: attentions for dkv_cuda_prepare
+   invariant: the packed context is written once per layer and then only read, so forks share it by reference
+   ========================================================================== */
+
+namespace {
+
+struct Context { /* shared by forks */
+    int        refs;
+    dkv_plan   plan, on_device;
+    void      *plan_memory;      /* host; on the device: on_device.first */
+    dkv_shape  shape;
+    dkv_type   type;
+    int64_t    bytes;            /* device memory */
+    dkv_packed layers[1];        /* [L]; data NULL: not packed yet */
+};
+
+bool all_packed(const Context *x) {
+    for (int l = 0; l < x->shape.L; l++) {
+        if (!x->layers[l].data && x->plan.T_c) return false;
+    }
+    return true;
+}
+
+void context_release(Context *x) {
+    if (!x || __atomic_sub_fetch(&x->refs, 1, __ATOMIC_ACQ_REL)) return;
+    for (int l = 0; l < x->shape.L; l++) cudaFree(x->layers[l].data);
+    cudaFree((void *)x->on_device.first);
+    free(x->plan_memory);
+    free(x);
+}
+
+dkv_result context_create(Context **out, const dkv_plan *plan, const dkv_shape *s, dkv_type type) {
+    int64_t  heads = (int64_t)plan->L * plan->Hkv;
+    size_t   bytes;
+    dkv_cuda_plan(NULL, NULL, &bytes, plan, NULL);
+    Context *x = (Context *)calloc(1, sizeof *x + sizeof(dkv_packed) * (size_t)plan->L);
+    void    *memory = malloc(bytes), *device = NULL;
+    if (x) x->refs = 1;
+    if (!x || !memory) {
+        free(memory), free(x);
+        return DKV_ERR_MEMORY;
+    }
+    memcpy(memory, plan->first, bytes);
+    x->plan_memory = memory;
+    x->plan = *plan;
+    x->plan.first = (const int64_t *)memory;
+    x->plan.rows = x->plan.first + heads + 1;
+    x->plan.runs = (const dkv_run *)(x->plan.rows + heads);
+    x->shape = *s;
+    x->type = type;
+    x->bytes = (int64_t)bytes;
+    dkv_result r = cudaMalloc(&device, bytes) ? (cudaGetLastError(), DKV_ERR_MEMORY) : DKV_OK;
+    if (!r) r = dkv_cuda_plan(&x->on_device, device, &bytes, &x->plan, NULL);
+    if (!r) r = did(cudaStreamSynchronize(NULL));
+    if (r) {
+        if (!x->on_device.first) cudaFree(device);
+        context_release(x);
+        return r;
+    }
+    *out = x;
+    return DKV_OK;
+}
+
+} /* namespace */
+
+struct dkv_cuda_cache {
+    Context *context;
+    int64_t  capacity;
+    char    *tail;     /* [L] x K [Hkv][capacity][d_k], V [Hkv][capacity][d_v]; then the length */
+    int64_t  layer;    /* bytes of one */
+};
+
+namespace {
+
+int64_t tail_k_bytes(const dkv_cuda_cache *c) { return (int64_t)c->context->shape.Hkv * c->capacity * c->context->shape.d_k * 2; }
+
+dkv_result tail_create(dkv_cuda_cache **out, Context *x, int64_t capacity) { /* takes over one reference of x */
+    dkv_cuda_cache *c = (dkv_cuda_cache *)calloc(1, sizeof *c);
+    if (!c) {
+        context_release(x);
+        return DKV_ERR_MEMORY;
+    }
+    c->context = x;
+    c->capacity = round_up(capacity, TILE);
+    c->layer = (int64_t)x->shape.Hkv * c->capacity * (x->shape.d_k + x->shape.d_v) * 2;
+    if (cudaMalloc((void **)&c->tail, (size_t)(c->layer * x->shape.L + 128)) ||
+        cudaMemset(c->tail + c->layer * x->shape.L, 0, 8)) {
+        cudaGetLastError();
+        dkv_cuda_cache_destroy(c);
+        return DKV_ERR_MEMORY;
+    }
+    *out = c;
+    return DKV_OK;
+}
+
+__global__ void set_length(int64_t *length, int64_t n) { *length = n; }
+
+dkv_result read_length(int64_t *n, const dkv_cuda_cache *c, cudaStream_t stream) {
+    dkv_result r = did(cudaMemcpyAsync(n, dkv_cuda_cache_length(c), 8, cudaMemcpyDeviceToHost, stream));
+    return r ? r : did(cudaStreamSynchronize(stream));
+}
+
+dkv_tensor tail_side(const dkv_cuda_cache *c, int l, bool v) {
+    const Context *x = c->context;
+    int64_t        d = v ? x->shape.d_v : x->shape.d_k;
+    return dkv_tensor{c->tail + l * c->layer + (v ? tail_k_bytes(c) : 0), type_bytes(x->type) == 1 ? DKV_F16 : x->type, d * 2,
+                      c->capacity * d * 2, 2};
+}
+
+} /* namespace */
+
+extern "C" void dkv_cuda_cache_destroy(dkv_cuda_cache *c) {
+    if (!c) return;
+    cudaFree(c->tail);
+    context_release(c->context);
+    free(c);
+}
+
+extern "C" dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan *plan, const dkv_shape *s, dkv_type type,
+                                            int64_t capacity) {
+    Device     dev;
+    dkv_result r = device_read(&dev);
+    if (r) return r;
+    if (!packable(type)) return DKV_ERR_TYPE;
+    if (s->L != plan->L || s->Hkv != plan->Hkv || s->Hkv < 1 || s->H < 1 || s->H % s->Hkv) return DKV_ERR_SHAPE;
+    if (s->d_k < 8 || s->d_k > 256 || s->d_k % 8 || s->d_v < 8 || s->d_v > 256 || s->d_v % 8) return DKV_ERR_SHAPE;
+    if (capacity < 0 || capacity > FAR >> 12) return DKV_ERR_FIELD;
+    Context *x;
+    r = context_create(&x, plan, s, type);
+    return r ? r : tail_create(out, x, capacity);
+}
+
+extern "C" dkv_result dkv_cuda_cache_pack(dkv_cuda_cache *c, int l, const dkv_segment *source, void *stream) {
+    Context *x = c->context;
+    if (x->layers[l].data || !x->plan.T_c) return DKV_ERR_STATE;
+    size_t     bytes;
+    void      *memory = NULL;
+    dkv_packed p;
+    dkv_result r = dkv_cuda_pack(NULL, NULL, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v, source, stream);
+    if (r) return r;
+    if (cudaMalloc(&memory, bytes ? bytes : 128)) {
+        cudaGetLastError();
+        return DKV_ERR_MEMORY;
+    }
+    r = dkv_cuda_pack(&p, memory, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v, source, stream);
+    if (r) {
+        cudaFree(memory);
+        return r;
+    }
+    x->layers[l] = p;
+    __atomic_add_fetch(&x->bytes, (int64_t)bytes, __ATOMIC_RELAXED);
+    return DKV_OK;
+}
+
+extern "C" dkv_result dkv_cuda_cache_fork(dkv_cuda_cache **out, const dkv_cuda_cache *c, int64_t capacity, void *stream) {
+    const Context  *x = c->context;
+    dkv_cuda_cache *fork;
+    int64_t         n;
+    if (!all_packed(x)) return DKV_ERR_STATE;
+    if (capacity < 0 || capacity > FAR >> 12) return DKV_ERR_FIELD;
+    dkv_result r = read_length(&n, c, (cudaStream_t)stream);
+    if (r) return r;
+    if (n > round_up(capacity, TILE)) return DKV_ERR_CAPACITY;
+    __atomic_add_fetch(&c->context->refs, 1, __ATOMIC_RELAXED);
+    r = tail_create(&fork, c->context, capacity);
+    for (int l = 0; l < x->shape.L && !r && n; l++) {
+        for (int v = 0; v < 2 && !r; v++) {
+            dkv_tensor to = tail_side(fork, l, v), from = tail_side(c, l, v);
+            r = did(cudaMemcpy2DAsync(to.data, (size_t)to.stride_head, from.data, (size_t)from.stride_head,
+                                      (size_t)(n * from.stride_token), (size_t)x->shape.Hkv, cudaMemcpyDeviceToDevice,
+                                      (cudaStream_t)stream));
+            if (r) dkv_cuda_cache_destroy(fork);
+        }
+    }
+    if (!r) r = dkv_cuda_cache_truncate(fork, n, stream);
+    if (!r) *out = fork;
+    return r;
+}
+
+extern "C" int64_t *dkv_cuda_cache_length(const dkv_cuda_cache *c) {
+    return (int64_t *)(c->tail + c->layer * c->context->shape.L);
+}
+
+extern "C" dkv_result dkv_cuda_cache_truncate(dkv_cuda_cache *c, int64_t n, void *stream) {
+    if (n < 0 || n > c->capacity) return DKV_ERR_CAPACITY;
+    set_length<<<1, 1, 0, (cudaStream_t)stream>>>(dkv_cuda_cache_length(c), n);
+    return launched();
+}
+
+extern "C" dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dkv_tensor q, int64_t N_q, dkv_tensor out) {
+    const Context *x = c->context;
+    dkv_attention  a;
+    memset(&a, 0, sizeof a);
+    a.H = x->shape.H;
+    a.Hkv = x->shape.Hkv;
+    a.d_k = x->shape.d_k;
+    a.d_v = x->shape.d_v;
+    a.N_q = N_q;
+    a.q = q;
+    a.out = out;
+    if (x->plan.T_c) a.context.packed = &x->layers[l];
+    a.tail.k = tail_side(c, l, false);
+    a.tail.v = tail_side(c, l, true);
+    a.tail.n = c->capacity;
+    return a;
+}
+
+extern "C" const dkv_plan *dkv_cuda_cache_plan(const dkv_cuda_cache *c) { return &c->context->plan; }
+
+extern "C" int64_t dkv_cuda_cache_bytes(const dkv_cuda_cache *c) {
+    return c->context->bytes + c->layer * c->context->shape.L + 128;
+}
+
+/* ---- to and from the CPU's saved image (its bytes: see [CACHE] in distance_kv.h) ---- */
+
+namespace {
+
+constexpr size_t IMAGE_HEADER = 128;
+
+struct Rows { char *device; int64_t pitch, row, n; }; /* n rows of row bytes, pitch bytes apart */
+
+/* The parts of a head in the order of the image: scales, K, V, tail's K and V. */
+int head_parts(Rows (&part)[6], const dkv_cuda_cache *c, int l, int g, int64_t tail) {
+    const Context &x = *c->context;
+    const int64_t *rows = x.plan.rows + (int64_t)l * x.shape.Hkv;
+    const Layout   y = layout_of(x.type, x.shape.Hkv, x.shape.d_k, x.shape.d_v, rows);
+    char          *data = (char *)x.layers[l].data;
+    const int64_t  e = type_bytes(x.type);
+    int64_t        before = 0;
+    int            n = 0;
+    for (int i = 0; i < g; i++) before += round_up(rows[i], TILE);
+    if (e == 1 && x.plan.T_c) {
+        part[n++] = Rows{data + y.k_scale + g * padded_d(x.type, x.shape.d_k) * 4, 0, x.shape.d_k * 4, 1};
+        part[n++] = Rows{data + y.v_scale + g * padded_d(x.type, x.shape.d_v) * 4, 0, x.shape.d_v * 4, 1};
+    }
+    part[n++] = Rows{data + before * y.k_row, y.k_row, x.shape.d_k * e, rows[g]};
+    part[n++] = Rows{data + y.v + before * y.v_row, y.v_row, x.shape.d_v * e, rows[g]};
+    for (int v = 0; v < 2; v++) {
+        dkv_tensor t = tail_side(c, l, v);
+        part[n++] = Rows{(char *)t.data + g * t.stride_head, t.stride_token, t.stride_token, tail};
+    }
+    return n;
+}
+
+size_t image_rows_bytes(const dkv_cuda_cache *c, int64_t tail) {
+    const Context &x = *c->context;
+    size_t         bytes = 0;
+    Rows           part[6];
+    for (int f = 0; f < x.shape.L * x.shape.Hkv; f++) {
+        int n = head_parts(part, c, f / x.shape.Hkv, f % x.shape.Hkv, tail);
+        for (int i = 0; i < n; i++) bytes += (size_t)(part[i].row * part[i].n);
+        if (type_bytes(x.type) == 1 && !x.plan.T_c) bytes += (size_t)(x.shape.d_k + x.shape.d_v) * 4;
+    }
+    return bytes;
+}
+
+/* Copies the rows of all heads between an image and the device, one way or the other. */
+dkv_result move_rows(uint8_t *image, const dkv_cuda_cache *c, int64_t tail, bool to_device, cudaStream_t stream) {
+    const Context &x = *c->context;
+    Rows           part[6];
+    dkv_result     r = DKV_OK;
+    for (int f = 0; f < x.shape.L * x.shape.Hkv && !r; f++) {
+        if (type_bytes(x.type) == 1 && !x.plan.T_c) { /* nothing was measured: scales of 1 */
+            for (int i = 0; i < x.shape.d_k + x.shape.d_v; i++, image += 4) {
+                const float one = 1.0f;
+                if (!to_device) memcpy(image, &one, 4);
+            }
+        }
+        int n = head_parts(part, c, f / x.shape.Hkv, f % x.shape.Hkv, tail);
+        for (int i = 0; i < n && !r; i++) {
+            Rows  &p = part[i];
+            size_t row = (size_t)p.row, pitch = (size_t)most(p.pitch, p.row);
+            if (p.n && to_device) {
+                r = did(cudaMemcpy2DAsync(p.device, pitch, image, row, row, (size_t)p.n, cudaMemcpyHostToDevice, stream));
+            } else if (p.n) {
+                r = did(cudaMemcpy2DAsync(image, row, p.device, pitch, row, (size_t)p.n, cudaMemcpyDeviceToHost, stream));
+            }
+            image += row * (size_t)p.n;
+        }
+    }
+    return r ? r : did(cudaStreamSynchronize(stream));
+}
+
+template <class I> uint8_t *put(uint8_t *to, I x) { /* hosts of CUDA are little-endian */
+    memcpy(to, &x, sizeof x);
+    return to + sizeof x;
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_cache_download(dkv_cache **out, const dkv_cuda_cache *c, int64_t capacity,
+                                              const dkv_allocator *alloc, void *stream) {
+    const Context &x = *c->context;
+    const int64_t  heads = (int64_t)x.shape.L * x.shape.Hkv, runs = x.plan.first[heads];
+    int64_t        tail;
+    if (!all_packed(&x)) return DKV_ERR_STATE;
+    dkv_result r = read_length(&tail, c, (cudaStream_t)stream);
+    if (r) return r;
+    size_t   bytes = IMAGE_HEADER + (size_t)(heads * 8 + runs * 16 + x.shape.L * 8) + image_rows_bytes(c, tail) + 4;
+    uint8_t *image = (uint8_t *)calloc(1, bytes), *at = image;
+    if (!image) return DKV_ERR_MEMORY;
+    memcpy(at, "DKVC\r\n\x1a\n", 8);
+    at = put(at + 8, (uint32_t)DKV_CACHE_VERSION);
+    at = put(at, (uint32_t)IMAGE_HEADER);
+    at = put(at, (uint64_t)bytes);
+    for (int32_t v : {x.shape.L, x.shape.H, x.shape.Hkv, x.shape.d_k, x.shape.d_v, (int32_t)x.type}) at = put(at, v);
+    at = put(at, x.plan.T_c);
+    at = put(at, runs);
+    put(at, x.plan.pattern_crc);
+    at = image + IMAGE_HEADER;
+    for (int64_t f = 0; f < heads; f++) at = put(at, x.plan.first[f + 1] - x.plan.first[f]);
+    for (int64_t i = 0; i < runs; i++) at = put(put(at, x.plan.runs[i].pos), x.plan.runs[i].len);
+    for (int l = 0; l < x.shape.L; l++) at = put(at, tail);
+    r = move_rows(at, c, tail, false, (cudaStream_t)stream);
+    put(image + bytes - 4, dkv_crc32(0, image, bytes - 4));
+    if (!r) r = dkv_cache_restore(out, image, bytes, capacity, alloc);
+    free(image);
+    return r;
+}
+
+extern "C" dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cache *from, int64_t capacity, void *stream) {
+    const dkv_plan  *plan = dkv_cache_plan(from);
+    const dkv_shape *s = dkv_cache_shape(from);
+    const int64_t    heads = (int64_t)s->L * s->Hkv, tail = dkv_cache_tail(from, 0);
+    dkv_cuda_cache  *c = NULL;
+    size_t           bytes;
+    for (int l = 0; l < s->L; l++) {
+        if (dkv_cache_tail(from, l) != tail) return DKV_ERR_STATE;
+    }
+    if (tail > round_up(capacity, TILE)) return DKV_ERR_CAPACITY;
+    dkv_result r = dkv_cache_save(NULL, &bytes, from);
+    if (!r) r = dkv_cuda_cache_create(&c, plan, s, dkv_cache_type(from), capacity);
+    if (r) return r;
+    uint8_t *image = (uint8_t *)malloc(bytes);
+    r = image ? dkv_cache_save(image, &bytes, from) : DKV_ERR_MEMORY;
+    for (int l = 0; l < s->L && !r && plan->T_c; l++) {
+        Context &x = *c->context;
+        Layout   y = layout_of(x.type, s->Hkv, s->d_k, s->d_v, x.plan.rows + (int64_t)l * s->Hkv);
+        void    *memory = NULL;
+        if (cudaMalloc(&memory, (size_t)most(y.bytes, (int64_t)128)) || cudaMemset(memory, 0, (size_t)y.bytes)) {
+            cudaFree(memory);
+            cudaGetLastError();
+            r = DKV_ERR_MEMORY;
+            break;
+        }
+        x.layers[l] = dkv_packed{memory, x.type, s->Hkv, s->d_k, s->d_v, x.plan.rows + (int64_t)l * s->Hkv, 0};
+        x.bytes += y.bytes;
+    }
+    if (!r) r = did(cudaDeviceSynchronize()); /* the zeros, before another stream writes rows */
+    if (!r) r = move_rows(image + IMAGE_HEADER + heads * 8 + plan->first[heads] * 16 + s->L * 8, c, tail, true, (cudaStream_t)stream);
+    if (!r) r = dkv_cuda_cache_truncate(c, tail, stream);
+    free(image);
+    if (r) dkv_cuda_cache_destroy(c);
+    else *out = c;
+    return r;
+}
