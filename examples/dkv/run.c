@@ -228,40 +228,48 @@ static char *clean_utf8(const char *raw, size_t bytes) {
     return text;
 }
 
+typedef struct {
+    lm_model *m;
+    lm_cache *cache;
+    lm_sampler sampler;
+    float *logits;         /* [V] */
+    lm_candidate *scratch; /* [V] */
+} speaker;
+
 /* Runs tokens[n] at pos.. and chooses the next one: the likeliest, whose logits stay on the device, or by chance. */
-static int32_t next_token(lm_model *m, column *c, const int32_t *tokens, int64_t n, int64_t pos, lm_sampler *sampler,
-                          float *logits, lm_candidate *scratch) {
-    int32_t best;
-    int failed = sampler->temperature > 0 ? lm_eval(m, c->cache, tokens, n, pos, logits, LM_LAST)
-                                          : lm_eval_best(m, c->cache, tokens, n, pos, &best);
-    if (failed) fail("%s", lm_error(m));
-    return sampler->temperature > 0 ? lm_sample(sampler, logits, (int32_t)lm_get_params(m)->V, scratch) : best;
+static int32_t next_token(speaker *s, const int32_t *tokens, int64_t n, int64_t pos) {
+    const bool likeliest = s->sampler.temperature <= 0;
+    int32_t best = 0;
+    int failed = likeliest ? lm_eval_best(s->m, s->cache, tokens, n, pos, &best)
+                           : lm_eval(s->m, s->cache, tokens, n, pos, s->logits, LM_LAST);
+    if (failed) fail("%s", lm_error(s->m));
+    return likeliest ? best : lm_sample(&s->sampler, s->logits, (int32_t)lm_get_params(s->m)->V, s->scratch);
 }
 
 static void answer(lm_model *m, const lm_chat *chat, column *c, const lm_ids *suffix, int64_t T_c) {
     const size_t V = (size_t)lm_get_params(m)->V;
-    float *logits = allocate(V, sizeof *logits);
-    lm_candidate *scratch = allocate(V, sizeof *scratch);
-    lm_sampler sampler = {.temperature = (float)temperature, .top_p = (float)top_p, .seed = (uint64_t)seed};
+    speaker s = {.m = m, .cache = c->cache, .logits = allocate(V, sizeof *s.logits)};
+    s.scratch = allocate(V, sizeof *s.scratch);
+    s.sampler = (lm_sampler){.temperature = (float)temperature, .top_p = (float)top_p, .seed = (uint64_t)seed};
     char *raw;
     size_t bytes;
     FILE *text = open_memstream(&raw, &bytes);
     if (!text) fail("out of memory");
-    int32_t token = next_token(m, c, suffix->v, suffix->n, T_c, &sampler, logits, scratch);
+    int32_t token = next_token(&s, suffix->v, suffix->n, T_c);
     double start = seconds();
     int64_t n = 0;
     for (; n < n_answer && !lm_chat_is_stop(chat, token); n++) {
         size_t length;
         const char *piece = lm_decode(chat->tokenizer, token, &length);
         fwrite(piece, 1, length, text);
-        token = next_token(m, c, &token, 1, T_c + suffix->n + n, &sampler, logits, scratch);
+        token = next_token(&s, &token, 1, T_c + suffix->n + n);
     }
     c->decode_tok_s = n ? (double)n / (seconds() - start) : 0;
     fclose(text);
     c->text = clean_utf8(raw, bytes);
     free(raw);
-    free(scratch);
-    free(logits);
+    free(s.scratch);
+    free(s.logits);
 }
 
 /* ---- report -------------------------------------------------------------- */
