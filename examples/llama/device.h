@@ -97,7 +97,7 @@ typedef struct {
 } lm_target;
 
 struct lm_device {
-    /* open: everything was found in the file, and the weights go where they are used. close: also after a failed open. */
+    /* open: all was found in the file, and the weights go where they are used. close: also after a failed open. */
     bool (*open)(lm_model *m);
     void (*close)(lm_model *m);
 
@@ -135,12 +135,12 @@ struct lm_device {
     bool (*logits)(lm_model *m, const lm_activations *a, const float *x);
     bool (*logits_all)(lm_model *m, const lm_activations *a, float *to);
 
-    /* wait: until all that was enqueued is done; gives the seconds of a clock. fetch: the kept logits [V], or the index
-       of the greatest, the first of equals; either may be NULL. */
+    /* wait: until all that was enqueued is done; gives the seconds of a clock. fetch: waits too; the kept logits [V],
+       or the index of the greatest, the first of equals; either may be NULL. */
     bool (*wait)(lm_model *m, double *now);
     bool (*fetch)(lm_model *m, float *logits, int32_t *best);
 
-    /* NULL, or a faster way to run one token: record what forward does after input, once per cache, then replay it. */
+    /* NULL, or a faster way to run one token: record once per cache what forward does after input, then replay. */
     bool (*record)(lm_model *m, lm_cache *c, bool (*forward)(lm_model *m, lm_cache *c));
     bool (*replay)(lm_model *m, lm_cache *c);
 };

@@ -57,6 +57,15 @@ static cache *of(const lm_cache *c) { return (cache *)c->own; }
 static bool good(lm_model *m, cudaError_t e) { return e ? lm_fail(m, "CUDA: %s", cudaGetErrorString(e)) : true; }
 static bool good(lm_model *m, dkv_result r) { return r ? lm_fail(m, "attention: %s", dkv_result_string(r)) : true; }
 
+/* Host memory is pageable, so it is free again when these return. */
+static bool upload(lm_model *m, void *to, const void *from, size_t bytes) {
+    return good(m, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, of(m)->stream));
+}
+
+static bool download(lm_model *m, void *to, const void *from, size_t bytes) {
+    return good(m, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, of(m)->stream));
+}
+
 static unsigned blocks(int64_t n, int64_t per_block) { return (unsigned)((n + per_block - 1) / per_block); }
 
 template <class... P, class... A>
@@ -227,10 +236,10 @@ static __global__ void best_kernel(int32_t *best, const float *x, int32_t n) {
 /* ==== operations ==== */
 
 static bool input_cuda(lm_model *m, lm_activations *a, const int32_t *tokens, int64_t pos) {
+    const input first = {pos, {tokens[0]}};
     input *in = (input *)a->input;
-    cudaStream_t s = of(m)->stream;
-    return good(m, cudaMemcpyAsync(&in->pos, &pos, sizeof pos, cudaMemcpyHostToDevice, s)) &&
-           good(m, cudaMemcpyAsync(in->tokens, tokens, (size_t)a->n_all * 4, cudaMemcpyHostToDevice, s));
+    return upload(m, in, &first, sizeof first) &&
+           (a->n_all == 1 || upload(m, in->tokens, tokens, (size_t)a->n_all * sizeof *tokens));
 }
 
 /* The tail's length becomes what it is after this call: replays count for themselves. */
@@ -454,10 +463,6 @@ static bool logits(lm_model *m, const lm_activations *a, const float *x) {
     return norm(m, a->norm, x, m->output_norm, 1) && matmul(m, a, &y, &m->output, 1, a->norm, 1);
 }
 
-static bool download(lm_model *m, void *to, const void *from, size_t bytes) {
-    return good(m, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, of(m)->stream));
-}
-
 static bool logits_all(lm_model *m, const lm_activations *a, float *to) {
     const int64_t V = m->p.V, E = m->p.E;
     float *y;
@@ -527,10 +532,6 @@ static void release(lm_model *m, lm_activations *a) {
 }
 
 /* ==== opening ==== */
-
-static bool upload(lm_model *m, void *to, const void *from, size_t bytes) {
-    return good(m, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, of(m)->stream));
-}
 
 /* What matrices pass through on their way to the device, a slab of rows at a time. */
 struct slab {

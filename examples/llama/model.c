@@ -147,27 +147,29 @@ static bool eval_many(lm_model *m, lm_cache *c, const int32_t *tokens, int64_t n
     return ok && (!d->record || d->record(m, c, forward_one));
 }
 
-/* which == LM_LAST: what fetch can give then. */
-static bool eval(lm_model *m, lm_cache *c, const int32_t *tokens, int64_t n, int64_t pos, float *logits,
-                 lm_logits which) {
+/* logits, or if not NULL best. A failure takes back what was appended. */
+static int eval(lm_model *m, lm_cache *c, const int32_t *tokens, int64_t n, int64_t pos, float *logits, lm_logits which,
+                int32_t *best) {
+    const lm_device *d = m->device;
+    const bool kept = which == LM_LAST || (which == LM_ALL && n == 1);
     double now;
-    if (!check_run(m, tokens, n, pos) || !check_cache(m, c)) return false;
+    if (!check_run(m, tokens, n, pos) || !check_cache(m, c)) return -1;
     if (n > c->capacity - c->tail)
-        return lm_fail(m, "%lld more tokens do not fit the cache's tail of %lld", (long long)n, (long long)c->capacity);
-    bool ok = n == 1 ? eval_one(m, c, tokens, pos, which != LM_NONE) : eval_many(m, c, tokens, n, pos, logits, which);
-    ok = ok && m->device->wait(m, &now);
+        return lm_explain(m, "%lld more tokens do not fit the cache's tail of %lld", (long long)n,
+                          (long long)c->capacity);
+    bool ok = n == 1 ? eval_one(m, c, tokens, pos, kept) : eval_many(m, c, tokens, n, pos, logits, which);
+    ok = ok && (kept ? d->fetch(m, logits, best) : d->wait(m, &now));
     if (ok) c->tail += n;
-    else m->device->cache_truncate(c);
-    return ok;
+    else d->cache_truncate(c);
+    return ok ? 0 : -1;
 }
 
 int lm_eval(lm_model *m, lm_cache *c, const int32_t *tokens, int64_t n, int64_t pos, float *logits, lm_logits which) {
-    bool kept = which == LM_LAST || (which == LM_ALL && n == 1);
-    return eval(m, c, tokens, n, pos, logits, which) && (!kept || m->device->fetch(m, logits, NULL)) ? 0 : -1;
+    return eval(m, c, tokens, n, pos, logits, which, NULL);
 }
 
 int lm_eval_best(lm_model *m, lm_cache *c, const int32_t *tokens, int64_t n, int64_t pos, int32_t *best) {
-    return eval(m, c, tokens, n, pos, NULL, LM_LAST) && m->device->fetch(m, NULL, best) ? 0 : -1;
+    return eval(m, c, tokens, n, pos, NULL, LM_LAST, best);
 }
 
 /* Layer l of every cache from the dense layer. */
