@@ -2,13 +2,14 @@
 # cuda_model.sh: on a machine with a GPU, and without building anything: the engine's tests, then dkv run on the GPU and
 # on the CPU over the demo's text. Unpacks build/bundle_cuda.tar.xz (make bundle-cuda) if build/bundle_cuda is not there.
 #
-#   MODEL   (build/model/SmolLM2-135M-Instruct.Q4_1.gguf)
+#   MODEL   (build/model/SmolLM2-135M-Instruct.Q4_1.gguf), or MODEL.0, MODEL.1, ..: its parts, which are put together
 #   TOKENS  length of the context (7900)
 #   DEVICES what to run dkv on ("cuda cpu")
 cd "$(dirname "$0")/.." || exit 1
 export MODEL="${MODEL:-build/model/SmolLM2-135M-Instruct.Q4_1.gguf}" TOKENS="${TOKENS:-7900}" DKV=build/bundle_cuda/dkv-cuda
 [ -d build/bundle_cuda ] || tar -xJf build/bundle_cuda.tar.xz -C build || exit 1
 export LD_LIBRARY_PATH="build/bundle_cuda/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+[ -r "$MODEL" ] || ! [ -r "$MODEL.0" ] || cat "$MODEL".[0-9] > "$MODEL"
 failed=0
 
 VERBOSE=1 sh tests/run.sh build/bundle_cuda/test_model_cuda || failed=1
