@@ -977,6 +977,50 @@ static void wild_lengths(void) {
     }
 }
 
+/* The tail's last N_q rows are those of added [N_q][Hkv][d], the ones before are as they were, those behind still NaN. */
+static void check_appended(const problem *p, const dkv_tensor *tail, const double *old, const double *added,
+                           dkv_type from) {
+    int64_t rows = p->room ? p->room : p->n_tail, row_size = p->Hkv * p->d_k, begin = (p->n_tail - p->N_q) * row_size;
+    dkv_tensor host = host_tensor(p->layout, p->x, rows, p->Hkv, p->d_k);
+    download(&host, tail, rows, p->Hkv, p->d_k);
+    for (int64_t i = 0; i < rows * row_size; i++) {
+        double got = oracle_get(&host, i / row_size, i / p->d_k % p->Hkv, i % p->d_k);
+        if (i >= p->n_tail * row_size) CHECK(isnan(got));
+        else if (i < begin) CHECK(got == old[i]);
+        else CHECK(got == oracle_round(p->x, oracle_round(from, added[i - begin])));
+    }
+    CHECK(gaps_are_poison(&host, rows, p->Hkv, p->d_k));
+}
+
+/* Of a batch: one attention after another, at each one's own length. */
+static void append_to_a_batch(void) {
+    NEEDS_DEVICE;
+    static const int N_q[] = {1, 4, 2};
+    for (int c = 0; c < 4 * LAYOUTS * 3; c++) {
+        problem p[3];
+        dkv_type from = type_at(c);
+        int d = c / 12 % 2 ? 72 : 128;
+        double *k = normal_values(7 * 2 * d, DKV_F32, 1), *v = normal_values(7 * 2 * d, DKV_F32, 1);
+        for (int i = 0; i < 3; i++) {
+            p[i] = plain_of(packed_type_at(c));
+            p[i].N_q = N_q[i], p[i].n_tail = N_q[i] + rnd_below(10), p[i].room = c % 5 ? p[i].n_tail + 3 : 0;
+            p[i].layout = c / 4 % LAYOUTS, p[i].d_k = p[i].d_v = d;
+            build(&p[i]);
+        }
+        describe(&p[1], 3, 0, 0);
+        launch l = prepare(p, 3, 0);
+        dkv_tensor new_k = fill_on_device((c + 1) % LAYOUTS, from, k, 7, 7, 2, d);
+        dkv_tensor new_v = fill_on_device((c + 2) % LAYOUTS, from, v, 7, 7, 2, d);
+        CHECK_OK(dkv_cuda_append(&l.work, new_k, new_v, NULL));
+        CUDA(cudaStreamSynchronize(NULL));
+        for (int i = 0, first = 0; i < 3; first += N_q[i++]) {
+            check_appended(&p[i], &p[i].a.tail.k, p[i].tail_k, k + first * 2 * d, from);
+            check_appended(&p[i], &p[i].a.tail.v, p[i].tail_v, v + first * 2 * d, from);
+        }
+        CHECK(release_all());
+    }
+}
+
 /* ---- offsets past 2^31 and 2^32 elements ------------------------------------------------ */
 
 static void *far_memory(size_t bytes) {
@@ -1310,6 +1354,7 @@ int main(int argc, char **argv) {
         {"two streams", two_streams, 0},
         {"graph replays", graph_replays, 0},
         {"wild lengths", wild_lengths, 0},
+        {"append to a batch", append_to_a_batch, 0},
         {"strides past 2^32", far_strides, 0},
         {"rows past 2^32", far_rows, 0},
         {"errors", refusals, 0},
