@@ -977,7 +977,7 @@ static void wild_lengths(void) {
     }
 }
 
-/* The tail's last N_q rows are those of added [N_q][Hkv][d], the ones before are as they were, those behind still NaN. */
+/* The tail's last N_q rows are those of added [N_q][Hkv][d], the ones before are as they were, those behind NaN. */
 static void check_appended(const problem *p, const dkv_tensor *tail, const double *old, const double *added,
                            dkv_type from) {
     int64_t rows = p->room ? p->room : p->n_tail, row_size = p->Hkv * p->d_k, begin = (p->n_tail - p->N_q) * row_size;
