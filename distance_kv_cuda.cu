@@ -116,6 +116,11 @@ DKV__DEVICE uint64_t policy_evict_normal() {
 DKV__DEVICE void tma_acquire(const CUtensorMap *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
+/* Kernels of a stream overlap: the next one may be scheduled from here on, and waits until this one has ended. */
+DKV__DEVICE void let_next_start() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 DKV__DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
@@ -627,20 +632,20 @@ struct alignas(128) Attention {
 
 struct Head { int64_t rows, base; }; /* of the context: how many, and the first one if packed */
 
-/* One KV head, or in whole mode one row block of it: what shares are computed from, in one read. */
-struct Item { int32_t a, g, m, context; const int64_t *length; int64_t tail; int32_t N_q, G; };
+/* One KV head, or in whole mode one row block of it: all that shares are computed from, in one read. */
+struct Item { int32_t a, g, m, context; int64_t tail, rows, base; int32_t N_q, G; };
 
 struct Work { /* kernel parameter */
     const Attention *attentions;
-    const Head      *heads;
     const Item      *items;
+    const int64_t   *lengths; /* of the tails, NULL: as the items say */
     int             *arrived; /* [items], zero between launches */
     float           *slots;   /* [2 * CTAs][rows of a block * (D + 2)] */
     int              n_items, blocks, split, tma, stages;
 };
 
-DKV__DEVICE int64_t tail_length(const Item &x) {
-    return x.length ? least(most(*x.length, (int64_t)0), x.tail) : x.tail;
+DKV__DEVICE int64_t tail_length(const Work &w, const Item &x) {
+    return w.lengths ? least(most(w.lengths[x.a], (int64_t)0), x.tail) : x.tail;
 }
 /* Tail rows that query i sees, of a tail of n. */
 DKV__DEVICE int64_t visible(int64_t n, int64_t N_q, int64_t i) { return least(most(n - N_q + 1 + i, (int64_t)0), n); }
@@ -656,7 +661,8 @@ DKV__DEVICE int tiles_until(const Item &x, int64_t length, int64_t end) {
 /* What a CTA does next: tiles [tile, end) of an item's row block m. */
 struct Piece {
     const Attention *a;
-    int              item, g, m, tile, end, context; /* context: tiles of it */
+    int              N_q, G, item, g, m, tile, end, context; /* context: tiles of it */
+    int              query, member;                  /* of the first row: query, head of the group */
     int64_t          rows, base, length;             /* context rows of the head, the first of them; tail */
     bool             whole;                          /* the item has no other piece */
     int              slot;                           /* otherwise, where the piece goes */
@@ -670,8 +676,8 @@ struct Walk { int item, at, pieces, left, unit, units; };
 
 DKV__DEVICE int share(int units, int groups, int c) { return units / groups * c + units % groups * c / groups; }
 
-template <int M> DKV__DEVICE int item_units(const Item &x) {
-    return most(x.context + (int)ceil_div(tail_length(x), TILE), 1);
+DKV__DEVICE int item_units(const Work &w, const Item &x) {
+    return most(x.context + (int)ceil_div(tail_length(w, x), TILE), 1);
 }
 
 DKV__DEVICE int warp_sum(int x) {
@@ -680,10 +686,10 @@ DKV__DEVICE int warp_sum(int x) {
 }
 
 /* Units before item, among all; total in *units. */
-template <int M> DKV__DEVICE int units_before(const Work &w, int item, int *units) {
+DKV__DEVICE int units_before(const Work &w, int item, int *units) {
     int before = 0, all = 0;
     for (int i = 0; i < w.n_items; i += 32) {
-        int lane = i + (threadIdx.x & 31), u = lane < w.n_items ? item_units<M>(w.items[lane]) : 0;
+        int lane = i + (threadIdx.x & 31), u = lane < w.n_items ? item_units(w, w.items[lane]) : 0;
         all += warp_sum(u);
         before += warp_sum(lane < item ? u : 0);
     }
@@ -691,7 +697,7 @@ template <int M> DKV__DEVICE int units_before(const Work &w, int item, int *unit
     return before;
 }
 
-template <int M> DKV__DEVICE Walk walk_begin(const Work &w) {
+DKV__DEVICE Walk walk_begin(const Work &w) {
     Walk x = {};
     if (!w.split) {
         x.item = (int)blockIdx.x;
@@ -699,11 +705,11 @@ template <int M> DKV__DEVICE Walk walk_begin(const Work &w) {
     }
     int     groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
     int     lane = threadIdx.x & 31;
-    units_before<M>(w, 0, &x.units);
+    units_before(w, 0, &x.units);
     int begin = share(x.units, groups, c), before = 0;
     x.left = share(x.units, groups, c + 1) - begin;
     for (int i = 0; i < w.n_items; i += 32) { /* the last item that starts at or before begin */
-        int u = i + lane < w.n_items ? item_units<M>(w.items[i + lane]) : 0, upto = u;
+        int u = i + lane < w.n_items ? item_units(w, w.items[i + lane]) : 0, upto = u;
         for (int j = 1; j < 32; j <<= 1) {
             int y = __shfl_up_sync(~0u, upto, j);
             upto += lane >= j ? y : 0;
@@ -721,18 +727,27 @@ template <int M> DKV__DEVICE Walk walk_begin(const Work &w) {
     return x;
 }
 
+/* Whole items are dealt in rounds, every second one backwards, so that nobody always gets the longer ones. */
+DKV__DEVICE int whole_item(const Walk &x, const Work &w) {
+    int round = x.item / gridDim.x, rest = least((int)gridDim.x, w.n_items - round * (int)gridDim.x);
+    return x.item - (int)blockIdx.x + (round & 1 ? rest - 1 - (int)blockIdx.x : (int)blockIdx.x);
+}
+
 template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     if (w.split ? x.left <= 0 : x.item >= w.n_items) return false;
-    const Item  i = w.items[x.item];
-    const Head  h = w.heads[w.attentions[i.a].first_head + i.g];
+    const Item i = w.items[w.split ? x.item : whole_item(x, w)];
     p.a = w.attentions + i.a;
+    p.N_q = i.N_q;
+    p.G = i.G;
     p.item = x.item;
     p.g = i.g;
     p.m = w.split ? (int)(blockIdx.x % w.blocks) : i.m;
+    p.query = p.m * M / p.G;
+    p.member = p.m * M - p.query * p.G;
     p.context = i.context;
-    p.rows = h.rows;
-    p.base = h.base;
-    p.length = tail_length(i);
+    p.rows = i.rows;
+    p.base = i.base;
+    p.length = tail_length(w, i);
     p.tile = 0;
     p.end = tiles_until(i, p.length, (int64_t)(p.m + 1) * M);
     p.whole = true;
@@ -741,7 +756,7 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
         x.item += gridDim.x;
         return true;
     }
-    int units = item_units<M>(i), n = least(x.left, units - x.at);
+    int units = item_units(w, i), n = least(x.left, units - x.at);
     p.whole = n == units;
     p.tile = x.at;
     p.end = least(p.end, x.at + n);
@@ -785,14 +800,12 @@ DKV__DEVICE int piece_count(const Pieces &p) {
 /* ---- rows ---- */
 
 struct Row { int64_t i; int h; bool real; }; /* query, head */
-template <int M> DKV__DEVICE Row row_of(const Piece &p, int r) {
-    int R = p.m * M + r, G = p.a->G, i = R / G;
-    return Row{i, p.g * G + (R - i * G), R < p.a->N_q * G};
+DKV__DEVICE Row row_of(const Piece &p, int r) {
+    int x = p.member + r, i = (int)(((float)x + 0.5f) * __frcp_rn((float)p.G)); /* x / G, exact for x < 2^20 */
+    return Row{p.query + i, p.g * p.G + (x - i * p.G), p.query + i < p.N_q};
 }
 /* Tail rows that query row r sees. */
-template <int M> DKV__DEVICE int64_t row_sees(const Piece &p, int r) {
-    return visible(p.length, p.a->N_q, (p.m * M + r) / p.a->G);
-}
+DKV__DEVICE int64_t row_sees(const Piece &p, int r) { return visible(p.length, p.N_q, row_of(p, r).i); }
 /* Of n rows of a segment, those in the tile that begins at row. */
 DKV__DEVICE int in_tile(int64_t n, int64_t row) { return (int)most(least(n - row, (int64_t)TILE * 2), (int64_t)0); }
 
@@ -944,7 +957,7 @@ template <int TYPE, int D, int RW> struct MmaShape {
     static constexpr int KEYS = BYTES == 1 ? 2 * TILE : TILE; /* of a context tile */
     static constexpr int PITCH = BYTES * D < 128 ? BYTES * D : 128;
     static constexpr int STAGE = TILE * D * 2;
-    static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 5 : 3;
+    static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 6 : 3;
     static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart: no conflicts */
     static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 16 * 16;
 };
@@ -997,17 +1010,30 @@ template <class T, int D, int M, int WARPS>
 DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scaled, bool fp8) {
     constexpr int    N = D / 32;
     const Attention &a = *p.a;
-    const int        warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const float     *scale = a.k_scale + (int64_t)p.g * a.k_pitch;
-    for (int r = warp * (M / WARPS); r < (warp + 1) * (M / WARPS); r++) {
-        Row         row = row_of<M>(p, r);
-        const char *from = at(a.q, row.i, row.h);
+    constexpr int    ROWS = M / WARPS;
+    const int        warp = threadIdx.x / 32, lane = threadIdx.x & 31, d = a.d_k;
+    const float     *scale = a.k_scale + (int64_t)p.g * a.k_pitch, own = a.scale;
+    const dkv_tensor t = a.q;
+    const bool       direct = a.q_vector && t.type == Name<T>::type;
+    float            w[N];
+#pragma unroll
+    for (int u = 0; u < N; u++) w[u] = !scaled ? 1.0f : lane * N + u < d ? scale[lane * N + u] * (fp8 ? 256.0f : 1.0f) : 0.0f;
+#pragma unroll 4
+    for (int k = 0; k < ROWS; k++) {
+        const int   r = warp * ROWS + k;
+        const Row   row = row_of(p, r);
+        const bool  real = row.real && lane * N < d; /* d is a multiple of 8 and N divides 8 */
+        const char *from = at(t, row.i, row.h);
+        T           raw[N];
         float       x[N], peak = 0.0f;
+        if (direct) {
+#pragma unroll
+            for (int u = 0; u < N; u += 2) ((uint32_t *)raw)[u / 2] = real ? ((const uint32_t *)from)[(lane * N + u) / 2] : 0;
+        }
 #pragma unroll
         for (int u = 0; u < N; u++) {
-            int j = lane * N + u;
-            x[u] = row.real && j < a.d_k ? element(from + j * a.q.stride_dim, a.q.type) : 0.0f;
-            if (scaled) x[u] *= j < a.d_k ? scale[j] * (fp8 ? 256.0f : 1.0f) : 0.0f;
+            if (direct) x[u] = (float)raw[u] * w[u];
+            else x[u] = real ? element(from + (lane * N + u) * t.stride_dim, t.type) * w[u] : 0.0f;
             peak = fmaxf(peak, fabsf(x[u]));
         }
         int shift = 0; /* of the exponent: the largest element becomes 2^13 .. 2^14 */
@@ -1015,12 +1041,12 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
             for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
             if (peak >= 1.17549435e-38f && peak < INFINITY) shift = least(13 + 127 - (int)(__float_as_uint(peak) >> 23), 120);
         }
-        if (lane == 0) factor[r] = a.scale * __uint_as_float((uint32_t)(127 - shift) << 23);
+        if (lane == 0) factor[r] = own * __uint_as_float((uint32_t)(127 - shift) << 23);
         float lift = __uint_as_float((uint32_t)(127 + shift) << 23);
 #pragma unroll
         for (int u = 0; u < N; u++) {
-            int j = lane * N + u, k = j & 15;
-            if (scaled) j = (j & ~15) | (k & 2) * 4 | k / 4 * 2 | (k & 1); /* d = 4t + e -> 2t + e, or 8 + 2t + e - 2 */
+            int j = lane * N + u, i = j & 15;
+            if (scaled) j = (j & ~15) | (i & 2) * 4 | i / 4 * 2 | (i & 1); /* d = 4t + e -> 2t + e, or 8 + 2t + e - 2 */
             *(T *)(to + tile_offset<128, M>(r, j / 8) + (j & 7) * 2) = (T)(x[u] * lift);
         }
     }
@@ -1176,7 +1202,7 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
             float x = tops[(row / 16 + RW * j) * 16 + row % 16];
             total += sums[(row / 16 + RW * j) * 16 + row % 16] * (x == -INFINITY ? 1.0f : exp2_fast(x - all));
         }
-        Row q = row_of<M>(p, row);
+        Row q = row_of(p, row);
         weight[row] = 1.0f;
         if (!p.whole) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
         else if (q.real) weight[row] = finish_row(*p.a, q, all, total);
@@ -1198,7 +1224,7 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
                 x[0] += y.x, x[1] += y.y;
             }
             x[0] *= weight[row], x[1] *= weight[row];
-            if (p.whole) store_out<2>(*p.a, row_of<M>(p, row), d0 + j, x);
+            if (p.whole) store_out<2>(*p.a, row_of(p, row), d0 + j, x);
             else *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
         }
         named_sync(1, S::THREADS);
@@ -1208,12 +1234,12 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
 /* The CTA that finds itself the last of an item's pieces merges them all, in order; by all consumer warps. */
 template <class S, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, const Walk &x, int *flag) {
     constexpr int M = S::M;
-    Pieces q = pieces_of(w, p.unit, item_units<M>(w.items[p.item]), x.units, p.m, gridDim.x);
-    __threadfence();
+    Pieces q = pieces_of(w, p.unit, item_units(w, w.items[p.item]), x.units, p.m, gridDim.x);
     named_sync(1, S::THREADS);
     if (threadIdx.x < 32) {
         int pieces = piece_count(q);
         if (threadIdx.x == 0) {
+            __threadfence(); /* of all the warps' writes before the barrier */
             *flag = atomicAdd(w.arrived + p.item, 1) == pieces - 1;
             if (*flag) w.arrived[p.item] = 0;
             __threadfence();
@@ -1222,7 +1248,7 @@ template <class S, int D> DKV__DEVICE void combine_last(const Piece &p, const Wo
     named_sync(1, S::THREADS);
     if (*flag) {
         for (int r = threadIdx.x / 32; r < M; r += S::WARPS) {
-            Row row = row_of<M>(p, r);
+            Row row = row_of(p, r);
             if (row.real) combine_row<M, D>(*p.a, row, r, q, w.slots);
         }
     }
@@ -1251,19 +1277,24 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
 #endif
     }
     __syncthreads();
-    Walk     walk = walk_begin<M>(w);
+#if __CUDA_ARCH__ >= 900
+    let_next_start();
+#endif
+    Walk     walk = walk_begin(w);
     Piece    p;
     int      stage = 0;
     uint32_t phase = 0;
 
     if (warp == S::WARPS) { /* the producer */
-        uint64_t policy = 0;
+        uint64_t         policy = 0;
+        const Attention *known = NULL; /* whose tensor maps may be used */
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
 #endif
         while (walk_next<M>(walk, p, w)) {
 #if __CUDA_ARCH__ >= 900
-            if (w.tma && lane < SOURCES) tma_acquire(&p.a->map[lane]);
+            if (w.tma && p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
+            known = p.a;
             __syncwarp();
 #endif
             for (int i = 2 * p.tile; i < 2 * p.end; i++) {
@@ -1282,15 +1313,14 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     }
 
     const int rw = warp % RW, tw = warp / RW, r = lane / 4;
-    auto release = [&] {
+    auto release = [&](int i) {
         __syncwarp();
-        if (lane == 0) bar_arrive(empty + stage);
-        if (++stage == w.stages) stage = 0, phase ^= 1;
+        if (lane == 0) bar_arrive(empty + i);
     };
     while (walk_next<M>(walk, p, w)) {
         float         top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 8][4] = {}, factor[2];
         const float   softcap = p.a->softcap;
-        const int64_t visible[2] = {row_sees<M>(p, 16 * rw + r), row_sees<M>(p, 16 * rw + r + 8)};
+        const int64_t visible[2] = {row_sees(p, 16 * rw + r), row_sees(p, 16 * rw + r + 8)};
         for (int tile = p.tile; tile < p.end; tile++) {
             const bool tail = tile >= p.context;
             if (tile == p.tile || tile == p.context) { /* a segment begins */
@@ -1306,23 +1336,24 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
                     factor[1] = weight[16 * rw + r + 8];
                 }
             }
-            const char *k = ring + stage * S::STAGE;
-            float       alpha[2];
+            const char    *k = ring + stage * S::STAGE;
+            const int      next = stage + 1 == w.stages ? 0 : stage + 1; /* V's stage */
+            const uint32_t next_phase = phase ^ (next == 0);
+            float          alpha[2];
             if (EIGHT && !tail) {
                 constexpr int N = S::KEYS / S::TW / 8, STEP = N < 8 ? N : 8; /* keys in eights; of a step */
                 bar_wait(full + stage, phase);
                 const int     first = tw * (S::KEYS / S::TW);
                 const int64_t row = (int64_t)tile * S::KEYS;
                 const int     sees[2] = {in_tile(p.rows, row), in_tile(p.rows, row)};
-                const int     stage_v = stage + 1 == w.stages ? 0 : stage + 1;
-                const uint32_t phase_v = phase ^ (stage + 1 == w.stages);
                 for (int n = 0; n < N; n += STEP) {
                     float s[STEP][4] = {};
                     scores8<TYPE, D, M, STEP, S::PITCH, S::KEYS>(s, q, 16 * rw, k, first + 8 * n);
+                    if (n + STEP == N) release(stage);
                     softmax_tile<STEP>(s, top, sum, alpha, factor, softcap, sees, first + 8 * n);
                     scale_rows(o, alpha);
-                    if (n == 0) bar_wait(full + stage_v, phase_v);
-                    mix8<TYPE, D, STEP, S::PITCH, S::KEYS>(o, s, ring + stage_v * S::STAGE, first + 8 * n);
+                    if (n == 0) bar_wait(full + next, next_phase);
+                    mix8<TYPE, D, STEP, S::PITCH, S::KEYS>(o, s, ring + next * S::STAGE, first + 8 * n);
                 }
             } else {
                 constexpr int N = TILE / S::TW / 8, STEP = N < 8 ? N : 8;
@@ -1331,19 +1362,19 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
                 const int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
                 const int     sees[2] = {in_tile(tail ? visible[0] : p.rows, row), in_tile(tail ? visible[1] : p.rows, row)};
                 const int     real = in_tile(tail ? p.length : p.rows, row);
-                const int     stage_v = stage + 1 == w.stages ? 0 : stage + 1;
-                const uint32_t phase_v = phase ^ (stage + 1 == w.stages);
                 for (int n = 0; n < N; n += STEP) {
                     float s[STEP][4] = {};
                     scores16<T, D, M, STEP, 128>(s, q, 16 * rw, k, first + 8 * n);
+                    if (n + STEP == N) release(stage);
                     softmax_tile<STEP>(s, top, sum, alpha, factor, softcap, sees, first + 8 * n);
                     scale_rows(o, alpha);
-                    if (n == 0) bar_wait(full + stage_v, phase_v);
-                    mix16<T, D, STEP, 128>(o, s, ring + stage_v * S::STAGE, first + 8 * n, real);
+                    if (n == 0) bar_wait(full + next, next_phase);
+                    mix16<T, D, STEP, 128>(o, s, ring + next * S::STAGE, first + 8 * n, real);
                 }
             }
-            release();
-            release();
+            release(next);
+            stage = next + 1 == w.stages ? 0 : next + 1;
+            phase = next_phase ^ (stage == 0);
         }
         if (EIGHT && p.tile < p.context && p.end <= p.context && p.tile < p.end) {
             straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
@@ -1430,18 +1461,20 @@ template <int D> struct WgmmaShape {
 /* Q's rows of a piece into shared memory, by 96 threads. */
 template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p, char *to, int tid) {
     const Attention &a = *p.a;
+    const dkv_tensor t = a.q;
+    const int        c = tid % (D / 8), d = a.d_k; /* 96 is a multiple of the chunks of a row */
+    const bool       direct = a.q_vector && t.type == Name<T>::type;
 #pragma unroll 1 /* registers */
-    for (int i = tid; i < M * (D / 8); i += 96) {
-        int         r = i / (D / 8), c = i % (D / 8);
-        Row         row = row_of<M>(p, r);
-        bool        real = row.real && c * 8 < a.d_k;
-        const char *from = at(a.q, real ? row.i : 0, real ? row.h : 0) + c * 8 * a.q.stride_dim;
+    for (int r = tid / (D / 8); r < M; r += 96 / (D / 8)) {
+        Row         row = row_of(p, r);
+        bool        real = row.real && c * 8 < d;
+        const char *from = real ? at(t, row.i, row.h) + c * 8 * t.stride_dim : (const char *)t.data;
         uint32_t    dst = tile_offset<128, M>(r, c);
-        if (a.q_vector && a.q.type == Name<T>::type) {
-            copy16(shared_address(to) + dst, real ? from : (const char *)a.q.data, real);
+        if (direct) {
+            copy16(shared_address(to) + dst, from, real);
         } else {
             float x[8];
-            for (int u = 0; u < 8; u++) x[u] = real ? element(from + u * a.q.stride_dim, a.q.type) : 0.0f;
+            for (int u = 0; u < 8; u++) x[u] = real ? element(from + u * t.stride_dim, t.type) : 0.0f;
             *(uint4 *)(to + dst) = uint4{pair_of<T>(x[0], x[1]), pair_of<T>(x[2], x[3]), pair_of<T>(x[4], x[5]), pair_of<T>(x[6], x[7])};
         }
     }
@@ -1498,6 +1531,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    let_next_start();
 
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 32 : 72));
@@ -1505,7 +1539,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
         Ring<STAGES> k, v;
         Ring<2>      q;
         Walk         walk;
-        if (warp == 1) walk = walk_begin<M>(w);
+        const Attention *known = NULL; /* whose tensor maps may be used */
+        if (warp == 1) walk = walk_begin(w);
         for (;; q.next()) {
             if (warp == 1) { /* says what is next */
                 Piece next;
@@ -1520,7 +1555,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             const Piece &p = pieces[q.stage];
             if (warp == 0) {
                 if (!p.a) break;
-                if (lane < SOURCES) tma_acquire(&p.a->map[lane]);
+                if (p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
+                known = p.a;
                 __syncwarp();
                 load_keys<D, STAGES>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
             } else {
@@ -1542,7 +1578,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             float     s[16][4], o[D / 8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, alpha[2];
             uint32_t  weight[8][4];
             const float    factor[2] = {p.a->scale, p.a->scale}, softcap = p.a->softcap;
-            const int      visible[2] = {(int)row_sees<M>(p, r), (int)row_sees<M>(p, r + 8)};
+            const int      visible[2] = {(int)row_sees(p, r), (int)row_sees(p, r + 8)};
             const uint32_t q_at = shared_address(qs + q.stage * S::Q) + own * 64 * 128;
 
             auto scores = [&] {
@@ -1618,7 +1654,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             const int t = lane & 3;
             float     last[2];
             for (int i = 0; i < 2; i++) {
-                Row row = row_of<M>(p, r + 8 * i);
+                Row row = row_of(p, r + 8 * i);
                 sum[i] = quad_sum(sum[i]);
                 if (p.whole && row.real && t == 0) last[i] = finish_row(*p.a, row, top[i], sum[i]);
                 last[i] = __shfl_sync(~0u, last[i], lane & ~3);
@@ -1642,19 +1678,22 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                     *(uint32_t *)(mine + tile_offset<128, M>(r + 8, n) + 4 * t) = pair_of<T>(o[n][2] * last[1], o[n][3] * last[1]);
                 }
                 __syncwarp();
-                for (int i = lane; i < 16 * (D / 8); i += 32) {
-                    int row = own * 64 + warp * 16 + i / (D / 8), c = i % (D / 8);
-                    Row to = row_of<M>(p, row);
-                    if (to.real && c * 8 < p.a->d_v) {
-                        *(uint4 *)(at(p.a->out, to.i, to.h) + c * 16) = *(const uint4 *)(mine + tile_offset<128, M>(row, c));
+                const dkv_tensor out = p.a->out;
+                const int        c = lane % (D / 8), d = p.a->d_v;
+#pragma unroll
+                for (int i = 0; i < D / 16; i++) {
+                    int row = own * 64 + warp * 16 + i * (256 / D) + lane / (D / 8);
+                    Row to = row_of(p, row);
+                    if (to.real && c * 8 < d) {
+                        *(uint4 *)(at(out, to.i, to.h) + c * 16) = *(const uint4 *)(mine + tile_offset<128, M>(row, c));
                     }
                 }
             } else {
 #pragma unroll
                 for (int n = 0; n < D / 8; n++) {
                     float x[2] = {o[n][0] * last[0], o[n][1] * last[0]}, y[2] = {o[n][2] * last[1], o[n][3] * last[1]};
-                    store_out<2>(*p.a, row_of<M>(p, r), 8 * n + 2 * t, x);
-                    store_out<2>(*p.a, row_of<M>(p, r + 8), 8 * n + 2 * t, y);
+                    store_out<2>(*p.a, row_of(p, r), 8 * n + 2 * t, x);
+                    store_out<2>(*p.a, row_of(p, r + 8), 8 * n + 2 * t, y);
                 }
             }
             named_sync(4 + own, 128);
@@ -1667,17 +1706,17 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 
 /* Slots into outputs when the pieces are large: a row a warp; grid: (rows of a block / 8, items, blocks). */
 template <int M, int D> __global__ void __launch_bounds__(256) combine(const __grid_constant__ Work w, int ctas) {
+#if __CUDA_ARCH__ >= 900
+    let_next_start();
+#endif
     const int item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
     const Item  &x = w.items[item];
-    int          units, unit = units_before<M>(w, item, &units);
-    const Pieces q = pieces_of(w, unit, item_units<M>(x), units, blockIdx.z, ctas);
+    int          units, unit = units_before(w, item, &units);
+    const Pieces q = pieces_of(w, unit, item_units(w, x), units, blockIdx.z, ctas);
     if (q.first == q.last) return;
-    Piece p;
-    p.a = w.attentions + x.a;
-    p.g = x.g;
-    p.m = blockIdx.z;
-    Row row = row_of<M>(p, r);
-    if (row.real) combine_row<M, D>(*p.a, row, r, q, w.slots);
+    const int R = (int)blockIdx.z * M + r, i = R / x.G;
+    const Row row = {i, x.g * x.G + R - i * x.G, i < x.N_q};
+    if (row.real) combine_row<M, D>(w.attentions[x.a], row, r, q, w.slots);
 }
 
 } /* namespace */
@@ -1851,9 +1890,10 @@ __global__ void make_items(const Attention *attentions, const Head *heads, Item 
         y.a = a;
         y.g = j % x.Hkv;
         y.m = whole ? x.blocks - 1 - j / x.Hkv : 0;
-        y.context = (int)ceil_div(heads[x.first_head + y.g].rows, keys);
-        y.length = x.length;
         y.tail = x.tail;
+        y.rows = heads[x.first_head + y.g].rows;
+        y.base = heads[x.first_head + y.g].base;
+        y.context = (int)ceil_div(y.rows, keys);
         y.N_q = x.N_q;
         y.G = x.G;
         items[i] = y;
@@ -1948,7 +1988,7 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     work->ws = ws;
     work->n = n;
     work->items = s.n_items;
-    work->heads_at = s.heads;
+    work->lengths = lengths;
     work->items_at = s.items;
     work->arrived_at = s.arrived;
     work->rows = row;
@@ -1961,16 +2001,31 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     work->d = b.d;
     work->tma = b.tma;
     work->shared = dev.shared;
+    work->overlap = dev.arch >= 90;
     return DKV_OK;
 }
 
 namespace {
 
-template <class K> dkv_result launch(K *kernel, const Work &w, int ctas, int threads, int shared, cudaStream_t stream) {
-    dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-    if (r) return r;
-    kernel<<<ctas, threads, shared, stream>>>(w);
-    return launched();
+/* On sm_90 the next kernel's launch overlaps the end of the one before it. */
+template <class... A>
+dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, const dkv_cuda_work &k, cudaStream_t stream,
+                  const A &...a) {
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid;
+    c.blockDim = dim3((unsigned)threads);
+    c.dynamicSmemBytes = (size_t)shared;
+    c.stream = stream;
+    c.attrs = &overlap;
+    c.numAttrs = k.overlap ? 1 : 0;
+    if (shared > 48 << 10) {
+        dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        if (r) return r;
+    }
+    return did(cudaLaunchKernelEx(&c, kernel, a...));
 }
 
 template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
@@ -1978,21 +2033,16 @@ template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_
     w.stages = least(S::MOST_STAGES, (k.shared - S::FIXED) / S::STAGE);
     if (w.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
     if (RW > 2) w.arrived = NULL; /* pieces too large for one CTA to merge in passing */
-    dkv_result r = launch(attend_mma<TYPE, D, RW>, w, k.ctas, S::THREADS + 32, w.stages * S::STAGE + S::FIXED, stream);
-    if (!r && RW > 2 && w.split) {
-        combine<S::M, D><<<dim3(S::M / 8, w.n_items, w.blocks), 256, 0, stream>>>(w, k.ctas);
-        r = launched();
-    }
+    dkv_result r = launch(attend_mma<TYPE, D, RW>, dim3(k.ctas), S::THREADS + 32, w.stages * S::STAGE + S::FIXED, k,
+                          stream, w);
+    if (!r && RW > 2 && w.split) r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k, stream, w, k.ctas);
     return r;
 }
 
 template <class T, int D> dkv_result launch_wgmma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
     typedef WgmmaShape<D> S;
-    dkv_result            r = launch(attend_wgmma<T, D>, w, k.ctas, S::THREADS, S::SHARED, stream);
-    if (!r && w.split) {
-        combine<S::M, D><<<dim3(S::M / 8, w.n_items, w.blocks), 256, 0, stream>>>(w, k.ctas);
-        r = launched();
-    }
+    dkv_result            r = launch(attend_wgmma<T, D>, dim3(k.ctas), S::THREADS, S::SHARED, k, stream, w);
+    if (!r && w.split) r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k, stream, w, k.ctas);
     return r;
 }
 
@@ -2019,8 +2069,7 @@ template <int D> dkv_result launch_d(const Work &w, const dkv_cuda_work &k, cuda
 
 extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
     char *base = (char *)k->block;
-    Work  w = {(const Attention *)base, (const Head *)(base + k->heads_at), (const Item *)(base + k->items_at),
-               (int *)(base + k->arrived_at), (float *)k->ws, (int)k->items, k->blocks, k->split, k->tma, 0};
+    Work  w = {(const Attention *)base, (const Item *)(base + k->items_at), k->lengths, (int *)(base + k->arrived_at), (float *)k->ws, (int)k->items, k->blocks, k->split, k->tma, 0};
     if (!k->items || !k->longest) return DKV_OK;
     if (k->d == 64) return launch_d<64>(w, *k, (cudaStream_t)stream);
     if (k->d == 128) return launch_d<128>(w, *k, (cudaStream_t)stream);
@@ -2069,4 +2118,364 @@ extern "C" dkv_result dkv_cuda_append(const dkv_cuda_work *w, dkv_tensor k, dkv_
     unsigned x = (unsigned)most(least(w->longest * 8, (int64_t)512), (int64_t)1);
     append<<<dim3(x, (unsigned)w->n), 128, 0, (cudaStream_t)stream>>>((const Attention *)w->block, k, v, is_vector(k), is_vector(v));
     return launched();
+}
+
+/* ==========================================================================
+   [CACHE]  packed layers and a growing tail on the device
+   in:  dense layers, one at a time; new tokens by dkv_cuda_append
+   out: attentions for dkv_cuda_prepare
+   invariant: the packed context is written once per layer and then only read, so forks share it by reference
+   ========================================================================== */
+
+namespace {
+
+struct Context { /* shared by forks */
+    int        refs;
+    dkv_plan   plan, on_device;
+    void      *plan_memory;      /* host; on the device: on_device.first */
+    dkv_shape  shape;
+    dkv_type   type;
+    int64_t    bytes;            /* device memory */
+    dkv_packed layers[1];        /* [L]; data NULL: not packed yet */
+};
+
+bool all_packed(const Context *x) {
+    for (int l = 0; l < x->shape.L; l++) {
+        if (!x->layers[l].data && x->plan.T_c) return false;
+    }
+    return true;
+}
+
+void context_release(Context *x) {
+    if (!x || __atomic_sub_fetch(&x->refs, 1, __ATOMIC_ACQ_REL)) return;
+    for (int l = 0; l < x->shape.L; l++) cudaFree(x->layers[l].data);
+    cudaFree((void *)x->on_device.first);
+    free(x->plan_memory);
+    free(x);
+}
+
+dkv_result context_create(Context **out, const dkv_plan *plan, const dkv_shape *s, dkv_type type) {
+    int64_t  heads = (int64_t)plan->L * plan->Hkv;
+    size_t   bytes;
+    dkv_cuda_plan(NULL, NULL, &bytes, plan, NULL);
+    Context *x = (Context *)calloc(1, sizeof *x + sizeof(dkv_packed) * (size_t)plan->L);
+    void    *memory = malloc(bytes), *device = NULL;
+    if (x) x->refs = 1;
+    if (!x || !memory) {
+        free(memory), free(x);
+        return DKV_ERR_MEMORY;
+    }
+    memcpy(memory, plan->first, bytes);
+    x->plan_memory = memory;
+    x->plan = *plan;
+    x->plan.first = (const int64_t *)memory;
+    x->plan.rows = x->plan.first + heads + 1;
+    x->plan.runs = (const dkv_run *)(x->plan.rows + heads);
+    x->shape = *s;
+    x->type = type;
+    x->bytes = (int64_t)bytes;
+    dkv_result r = cudaMalloc(&device, bytes) ? (cudaGetLastError(), DKV_ERR_MEMORY) : DKV_OK;
+    if (!r) r = dkv_cuda_plan(&x->on_device, device, &bytes, &x->plan, NULL);
+    if (!r) r = did(cudaStreamSynchronize(NULL));
+    if (r) {
+        if (!x->on_device.first) cudaFree(device);
+        context_release(x);
+        return r;
+    }
+    *out = x;
+    return DKV_OK;
+}
+
+} /* namespace */
+
+struct dkv_cuda_cache {
+    Context *context;
+    int64_t  capacity;
+    char    *tail;     /* [L] x K [Hkv][capacity][d_k], V [Hkv][capacity][d_v]; then the length */
+    int64_t  layer;    /* bytes of one */
+};
+
+namespace {
+
+int64_t tail_k_bytes(const dkv_cuda_cache *c) { return (int64_t)c->context->shape.Hkv * c->capacity * c->context->shape.d_k * 2; }
+
+dkv_result tail_create(dkv_cuda_cache **out, Context *x, int64_t capacity) { /* takes over one reference of x */
+    dkv_cuda_cache *c = (dkv_cuda_cache *)calloc(1, sizeof *c);
+    if (!c) {
+        context_release(x);
+        return DKV_ERR_MEMORY;
+    }
+    c->context = x;
+    c->capacity = round_up(capacity, TILE);
+    c->layer = (int64_t)x->shape.Hkv * c->capacity * (x->shape.d_k + x->shape.d_v) * 2;
+    if (cudaMalloc((void **)&c->tail, (size_t)(c->layer * x->shape.L + 128)) ||
+        cudaMemset(c->tail + c->layer * x->shape.L, 0, 8)) {
+        cudaGetLastError();
+        dkv_cuda_cache_destroy(c);
+        return DKV_ERR_MEMORY;
+    }
+    *out = c;
+    return DKV_OK;
+}
+
+__global__ void set_length(int64_t *length, int64_t n) { *length = n; }
+
+dkv_result read_length(int64_t *n, const dkv_cuda_cache *c, cudaStream_t stream) {
+    dkv_result r = did(cudaMemcpyAsync(n, dkv_cuda_cache_length(c), 8, cudaMemcpyDeviceToHost, stream));
+    return r ? r : did(cudaStreamSynchronize(stream));
+}
+
+dkv_tensor tail_side(const dkv_cuda_cache *c, int l, bool v) {
+    const Context *x = c->context;
+    int64_t        d = v ? x->shape.d_v : x->shape.d_k;
+    return dkv_tensor{c->tail + l * c->layer + (v ? tail_k_bytes(c) : 0), type_bytes(x->type) == 1 ? DKV_F16 : x->type, d * 2,
+                      c->capacity * d * 2, 2};
+}
+
+} /* namespace */
+
+extern "C" void dkv_cuda_cache_destroy(dkv_cuda_cache *c) {
+    if (!c) return;
+    cudaFree(c->tail);
+    context_release(c->context);
+    free(c);
+}
+
+extern "C" dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan *plan, const dkv_shape *s, dkv_type type,
+                                            int64_t capacity) {
+    Device     dev;
+    dkv_result r = device_read(&dev);
+    if (r) return r;
+    if (!packable(type)) return DKV_ERR_TYPE;
+    if (s->L != plan->L || s->Hkv != plan->Hkv || s->Hkv < 1 || s->H < 1 || s->H % s->Hkv) return DKV_ERR_SHAPE;
+    if (s->d_k < 8 || s->d_k > 256 || s->d_k % 8 || s->d_v < 8 || s->d_v > 256 || s->d_v % 8) return DKV_ERR_SHAPE;
+    if (capacity < 0 || capacity > FAR >> 12) return DKV_ERR_FIELD;
+    Context *x;
+    r = context_create(&x, plan, s, type);
+    return r ? r : tail_create(out, x, capacity);
+}
+
+extern "C" dkv_result dkv_cuda_cache_pack(dkv_cuda_cache *c, int l, const dkv_segment *source, void *stream) {
+    Context *x = c->context;
+    if (x->layers[l].data || !x->plan.T_c) return DKV_ERR_STATE;
+    size_t     bytes;
+    void      *memory = NULL;
+    dkv_packed p;
+    dkv_result r = dkv_cuda_pack(NULL, NULL, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v, source, stream);
+    if (r) return r;
+    if (cudaMalloc(&memory, bytes ? bytes : 128)) {
+        cudaGetLastError();
+        return DKV_ERR_MEMORY;
+    }
+    r = dkv_cuda_pack(&p, memory, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v, source, stream);
+    if (r) {
+        cudaFree(memory);
+        return r;
+    }
+    x->layers[l] = p;
+    __atomic_add_fetch(&x->bytes, (int64_t)bytes, __ATOMIC_RELAXED);
+    return DKV_OK;
+}
+
+extern "C" dkv_result dkv_cuda_cache_fork(dkv_cuda_cache **out, const dkv_cuda_cache *c, int64_t capacity, void *stream) {
+    const Context  *x = c->context;
+    dkv_cuda_cache *fork;
+    int64_t         n;
+    if (!all_packed(x)) return DKV_ERR_STATE;
+    if (capacity < 0 || capacity > FAR >> 12) return DKV_ERR_FIELD;
+    dkv_result r = read_length(&n, c, (cudaStream_t)stream);
+    if (r) return r;
+    if (n > round_up(capacity, TILE)) return DKV_ERR_CAPACITY;
+    __atomic_add_fetch(&c->context->refs, 1, __ATOMIC_RELAXED);
+    r = tail_create(&fork, c->context, capacity);
+    for (int l = 0; l < x->shape.L && !r && n; l++) {
+        for (int v = 0; v < 2 && !r; v++) {
+            dkv_tensor to = tail_side(fork, l, v), from = tail_side(c, l, v);
+            r = did(cudaMemcpy2DAsync(to.data, (size_t)to.stride_head, from.data, (size_t)from.stride_head,
+                                      (size_t)(n * from.stride_token), (size_t)x->shape.Hkv, cudaMemcpyDeviceToDevice,
+                                      (cudaStream_t)stream));
+            if (r) dkv_cuda_cache_destroy(fork);
+        }
+    }
+    if (!r) r = dkv_cuda_cache_truncate(fork, n, stream);
+    if (!r) *out = fork;
+    return r;
+}
+
+extern "C" int64_t *dkv_cuda_cache_length(const dkv_cuda_cache *c) {
+    return (int64_t *)(c->tail + c->layer * c->context->shape.L);
+}
+
+extern "C" dkv_result dkv_cuda_cache_truncate(dkv_cuda_cache *c, int64_t n, void *stream) {
+    if (n < 0 || n > c->capacity) return DKV_ERR_CAPACITY;
+    set_length<<<1, 1, 0, (cudaStream_t)stream>>>(dkv_cuda_cache_length(c), n);
+    return launched();
+}
+
+extern "C" dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dkv_tensor q, int64_t N_q, dkv_tensor out) {
+    const Context *x = c->context;
+    dkv_attention  a;
+    memset(&a, 0, sizeof a);
+    a.H = x->shape.H;
+    a.Hkv = x->shape.Hkv;
+    a.d_k = x->shape.d_k;
+    a.d_v = x->shape.d_v;
+    a.N_q = N_q;
+    a.q = q;
+    a.out = out;
+    if (x->plan.T_c) a.context.packed = &x->layers[l];
+    a.tail.k = tail_side(c, l, false);
+    a.tail.v = tail_side(c, l, true);
+    a.tail.n = c->capacity;
+    return a;
+}
+
+extern "C" const dkv_plan *dkv_cuda_cache_plan(const dkv_cuda_cache *c) { return &c->context->plan; }
+
+extern "C" int64_t dkv_cuda_cache_bytes(const dkv_cuda_cache *c) {
+    return c->context->bytes + c->layer * c->context->shape.L + 128;
+}
+
+/* ---- to and from the CPU's saved image (its bytes: see [CACHE] in distance_kv.h) ---- */
+
+namespace {
+
+constexpr size_t IMAGE_HEADER = 128;
+
+struct Rows { char *device; int64_t pitch, row, n; }; /* n rows of row bytes, pitch bytes apart */
+
+/* The parts of a head in the order of the image: scales, K, V, tail's K and V. */
+int head_parts(Rows (&part)[6], const dkv_cuda_cache *c, int l, int g, int64_t tail) {
+    const Context &x = *c->context;
+    const int64_t *rows = x.plan.rows + (int64_t)l * x.shape.Hkv;
+    const Layout   y = layout_of(x.type, x.shape.Hkv, x.shape.d_k, x.shape.d_v, rows);
+    char          *data = (char *)x.layers[l].data;
+    const int64_t  e = type_bytes(x.type);
+    int64_t        before = 0;
+    int            n = 0;
+    for (int i = 0; i < g; i++) before += round_up(rows[i], TILE);
+    if (e == 1 && x.plan.T_c) {
+        part[n++] = Rows{data + y.k_scale + g * padded_d(x.type, x.shape.d_k) * 4, 0, x.shape.d_k * 4, 1};
+        part[n++] = Rows{data + y.v_scale + g * padded_d(x.type, x.shape.d_v) * 4, 0, x.shape.d_v * 4, 1};
+    }
+    part[n++] = Rows{data + before * y.k_row, y.k_row, x.shape.d_k * e, rows[g]};
+    part[n++] = Rows{data + y.v + before * y.v_row, y.v_row, x.shape.d_v * e, rows[g]};
+    for (int v = 0; v < 2; v++) {
+        dkv_tensor t = tail_side(c, l, v);
+        part[n++] = Rows{(char *)t.data + g * t.stride_head, t.stride_token, t.stride_token, tail};
+    }
+    return n;
+}
+
+size_t image_rows_bytes(const dkv_cuda_cache *c, int64_t tail) {
+    const Context &x = *c->context;
+    size_t         bytes = 0;
+    Rows           part[6];
+    for (int f = 0; f < x.shape.L * x.shape.Hkv; f++) {
+        int n = head_parts(part, c, f / x.shape.Hkv, f % x.shape.Hkv, tail);
+        for (int i = 0; i < n; i++) bytes += (size_t)(part[i].row * part[i].n);
+        if (type_bytes(x.type) == 1 && !x.plan.T_c) bytes += (size_t)(x.shape.d_k + x.shape.d_v) * 4;
+    }
+    return bytes;
+}
+
+/* Copies the rows of all heads between an image and the device, one way or the other. */
+dkv_result move_rows(uint8_t *image, const dkv_cuda_cache *c, int64_t tail, bool to_device, cudaStream_t stream) {
+    const Context &x = *c->context;
+    Rows           part[6];
+    dkv_result     r = DKV_OK;
+    for (int f = 0; f < x.shape.L * x.shape.Hkv && !r; f++) {
+        if (type_bytes(x.type) == 1 && !x.plan.T_c) { /* nothing was measured: scales of 1 */
+            for (int i = 0; i < x.shape.d_k + x.shape.d_v; i++, image += 4) {
+                const float one = 1.0f;
+                if (!to_device) memcpy(image, &one, 4);
+            }
+        }
+        int n = head_parts(part, c, f / x.shape.Hkv, f % x.shape.Hkv, tail);
+        for (int i = 0; i < n && !r; i++) {
+            Rows  &p = part[i];
+            size_t row = (size_t)p.row, pitch = (size_t)most(p.pitch, p.row);
+            if (p.n && to_device) {
+                r = did(cudaMemcpy2DAsync(p.device, pitch, image, row, row, (size_t)p.n, cudaMemcpyHostToDevice, stream));
+            } else if (p.n) {
+                r = did(cudaMemcpy2DAsync(image, row, p.device, pitch, row, (size_t)p.n, cudaMemcpyDeviceToHost, stream));
+            }
+            image += row * (size_t)p.n;
+        }
+    }
+    return r ? r : did(cudaStreamSynchronize(stream));
+}
+
+template <class I> uint8_t *put(uint8_t *to, I x) { /* hosts of CUDA are little-endian */
+    memcpy(to, &x, sizeof x);
+    return to + sizeof x;
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_cache_download(dkv_cache **out, const dkv_cuda_cache *c, int64_t capacity,
+                                              const dkv_allocator *alloc, void *stream) {
+    const Context &x = *c->context;
+    const int64_t  heads = (int64_t)x.shape.L * x.shape.Hkv, runs = x.plan.first[heads];
+    int64_t        tail;
+    if (!all_packed(&x)) return DKV_ERR_STATE;
+    dkv_result r = read_length(&tail, c, (cudaStream_t)stream);
+    if (r) return r;
+    size_t   bytes = IMAGE_HEADER + (size_t)(heads * 8 + runs * 16 + x.shape.L * 8) + image_rows_bytes(c, tail) + 4;
+    uint8_t *image = (uint8_t *)calloc(1, bytes), *at = image;
+    if (!image) return DKV_ERR_MEMORY;
+    memcpy(at, "DKVC\r\n\x1a\n", 8);
+    at = put(at + 8, (uint32_t)DKV_CACHE_VERSION);
+    at = put(at, (uint32_t)IMAGE_HEADER);
+    at = put(at, (uint64_t)bytes);
+    for (int32_t v : {x.shape.L, x.shape.H, x.shape.Hkv, x.shape.d_k, x.shape.d_v, (int32_t)x.type}) at = put(at, v);
+    at = put(at, x.plan.T_c);
+    at = put(at, runs);
+    put(at, x.plan.pattern_crc);
+    at = image + IMAGE_HEADER;
+    for (int64_t f = 0; f < heads; f++) at = put(at, x.plan.first[f + 1] - x.plan.first[f]);
+    for (int64_t i = 0; i < runs; i++) at = put(put(at, x.plan.runs[i].pos), x.plan.runs[i].len);
+    for (int l = 0; l < x.shape.L; l++) at = put(at, tail);
+    r = move_rows(at, c, tail, false, (cudaStream_t)stream);
+    put(image + bytes - 4, dkv_crc32(0, image, bytes - 4));
+    if (!r) r = dkv_cache_restore(out, image, bytes, capacity, alloc);
+    free(image);
+    return r;
+}
+
+extern "C" dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cache *from, int64_t capacity, void *stream) {
+    const dkv_plan  *plan = dkv_cache_plan(from);
+    const dkv_shape *s = dkv_cache_shape(from);
+    const int64_t    heads = (int64_t)s->L * s->Hkv, tail = dkv_cache_tail(from, 0);
+    dkv_cuda_cache  *c = NULL;
+    size_t           bytes;
+    for (int l = 0; l < s->L; l++) {
+        if (dkv_cache_tail(from, l) != tail) return DKV_ERR_STATE;
+    }
+    if (tail > round_up(capacity, TILE)) return DKV_ERR_CAPACITY;
+    dkv_result r = dkv_cache_save(NULL, &bytes, from);
+    if (!r) r = dkv_cuda_cache_create(&c, plan, s, dkv_cache_type(from), capacity);
+    if (r) return r;
+    uint8_t *image = (uint8_t *)malloc(bytes);
+    r = image ? dkv_cache_save(image, &bytes, from) : DKV_ERR_MEMORY;
+    for (int l = 0; l < s->L && !r && plan->T_c; l++) {
+        Context &x = *c->context;
+        Layout   y = layout_of(x.type, s->Hkv, s->d_k, s->d_v, x.plan.rows + (int64_t)l * s->Hkv);
+        void    *memory = NULL;
+        if (cudaMalloc(&memory, (size_t)most(y.bytes, (int64_t)128)) || cudaMemset(memory, 0, (size_t)y.bytes)) {
+            cudaFree(memory);
+            cudaGetLastError();
+            r = DKV_ERR_MEMORY;
+            break;
+        }
+        x.layers[l] = dkv_packed{memory, x.type, s->Hkv, s->d_k, s->d_v, x.plan.rows + (int64_t)l * s->Hkv, 0};
+        x.bytes += y.bytes;
+    }
+    if (!r) r = did(cudaDeviceSynchronize()); /* the zeros, before another stream writes rows */
+    if (!r) r = move_rows(image + IMAGE_HEADER + heads * 8 + plan->first[heads] * 16 + s->L * 8, c, tail, true, (cudaStream_t)stream);
+    if (!r) r = dkv_cuda_cache_truncate(c, tail, stream);
+    free(image);
+    if (r) dkv_cuda_cache_destroy(c);
+    else *out = c;
+    return r;
 }
