@@ -170,7 +170,7 @@ build/bench_cuda: bench/bench_cuda.cu distance_kv.h $C/distance_kv_cuda.o $B/dkv
 test-cuda: build/test_cuda
 	@sh tests/run.sh $<
 
-bench-cuda: build/bench_cuda cuda
+bench-cuda: build/bench_cuda build/libdistance_kv_cuda.so
 	@echo "build/bench_cuda [--json FILE] [--only TEXT]        against this device's limits; --help"
 	@echo "bench/peers.py [--json FILE] [--only TEXT]          against torch, cuDNN, FlexAttention, FlashAttention-3"
 

@@ -410,8 +410,9 @@ def finish(name, type, calls, makers, wanted, allowed, bytes, flops, bars, tera_
     verdicts = []
     for peer, most in bars:
         against = row["peers"].get(peer) or our_ms.get(peer)
-        share = row["ours_ms"] / against if against else math.nan
-        verdicts.append(f"{verdict(share <= most)} {share:.3f} of {peer}'s time, bar {most:.2f}")
+        if against:
+            share = row["ours_ms"] / against
+            verdicts.append(f"{verdict(share <= most)} {share:.3f} of {peer}'s time, bar {most:.2f}")
     if tera_bytes:
         rate = bytes / row["ours_ms"] / 1e9
         verdicts.append(f"{verdict(rate >= tera_bytes)} {rate:.2f} TB/s, bar {tera_bytes}")
