@@ -811,6 +811,51 @@ static void reruns(void) {
     }
 }
 
+static void attend_all(const launch *l, int n, int wait) {
+    for (int i = 0; i < n; i++) {
+        CHECK_OK(dkv_cuda_attend(&l[i].work, NULL));
+        if (wait) CUDA(cudaDeviceSynchronize());
+    }
+}
+
+/* Layers as an engine runs them: each one's queries are the output of the one before, all share a workspace, and no one
+   waits in between. The same bits as one by one. */
+static void chained_launches(void) {
+    NEEDS_DEVICE;
+    static const int N_q[] = {1, 8, 130};
+    int arch[2], paths = archs(arch);
+    for (int c = 0; c < COUNT(N_q) * paths; c++) {
+        problem p[3];
+        launch l[3];
+        CHECK_INT(dkv_cuda_limit(arch[c / COUNT(N_q)]), arch[c / COUNT(N_q)]);
+        for (int i = 0; i < 3; i++) {
+            p[i] = plain_of(DKV_BF16);
+            p[i].out = DKV_BF16, p[i].T_c = 400 + 700 * i, p[i].by_cpu = 1;
+            p[i].N_q = N_q[c % COUNT(N_q)], p[i].n_tail = p[i].N_q + 50, p[i].room = i == 1 ? p[i].n_tail + 100 : 0;
+            describe(&p[i], 1, arch[c / COUNT(N_q)], 0);
+            build(&p[i]);
+            if (i) p[i].a.q = p[i - 1].a.out;
+            l[i] = prepare(&p[i], 1, 0);
+        }
+        for (int i = 0; i < 2; i++) /* the largest workspace serves all */
+            CHECK_OK(dkv_cuda_prepare(&l[i].work, &p[i].a, 1, l[i].lengths, l[i].block, l[i].block_bytes, l[2].ws,
+                                      l[2].ws_bytes, 0, NULL));
+        for (int i = 0; i < 3; i++) poison_results(&p[i]);
+        attend_all(l, 3, 1);
+        check_results(&p[0]);
+        size_t bytes;
+        const char *alone = results_of(&p[2], &bytes);
+        for (int turn = 0; turn < 50; turn++) {
+            for (int i = 0; i < 3; i++) poison_results(&p[i]);
+            attend_all(l, 3, 0);
+            CHECK(!memcmp(results_of(&p[2], &bytes), alone, bytes));
+        }
+        for (int turn = 0; turn < 50; turn++) attend_all(l, 3, 0); /* and each overtaken by itself */
+        CHECK(!memcmp(results_of(&p[2], &bytes), alone, bytes));
+        CHECK(release_all());
+    }
+}
+
 /* Two works on two streams, 50 times at once, then compared with what each gives alone. */
 static void two_streams(void) {
     NEEDS_DEVICE;
@@ -1351,6 +1396,7 @@ int main(int argc, char **argv) {
         {"large, against the CPU", large, 0},
         {"NaN in one query", nan_in_one_query, 0},
         {"50 reruns, the same bits", reruns, 0},
+        {"chained launches", chained_launches, 0},
         {"two streams", two_streams, 0},
         {"graph replays", graph_replays, 0},
         {"wild lengths", wild_lengths, 0},
