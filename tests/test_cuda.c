@@ -1135,7 +1135,7 @@ static void far_rows(void) {
             for (int j = 0; j < D; j++) s += x[h * D + j] * x[h * D + j] / 8;
             AT("head %d sm_%d", h, arch[i]);
             CHECK(fabs((double)lse[h] - s - 20 * log(2)) < 1e-3);
-            for (int j = 0; j < D; j++) CHECK(fabs((double)out[h * D + j] - x[h * D + j]) <= fabs(x[h * D + j]) / 256);
+            for (int j = 0; j < D; j++) CHECK(fabs((double)out[h * D + j] - x[h * D + j]) <= fabs(x[h * D + j]) / 64);
         }
     }
     CUDA(cudaFree(memory));
@@ -1310,9 +1310,12 @@ static size_t device_memory_free(void) {
 static void cache_life(void) {
     NEEDS_DEVICE;
     static const int T_c[] = {0, 1, 127, 300};
+    enum { CASES = 4 * COUNT(T_c) };
     int arch[2], paths = archs(arch);
-    size_t before = device_memory_free();
-    for (int c = 0; c < 4 * COUNT(T_c); c++) {
+    size_t before = 0;
+    for (int i = 0; i < 2 * CASES; i++) { /* twice: the first time, kernels are loaded into device memory */
+        if (i == CASES) before = device_memory_free();
+        int c = i % CASES;
         CHECK_INT(dkv_cuda_limit(arch[c / 4 % paths]), arch[c / 4 % paths]);
         world w = make_world(packed_type_at(c), T_c[c / 4], c % 3 ? 64 : 40, c % 3 ? 64 : 24);
         AT("%s T_c %d", dkv_type_name(w.type), (int)w.T_c);
