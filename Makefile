@@ -140,10 +140,11 @@ $C/distance_kv_cuda.o: distance_kv_cuda.cu distance_kv.h | nvcc
 
 # Fails when a tuned kernel spills, or the compiler serialises its wgmma (C7504, C7508, C7509). Kernels for d > 128, and
 # those of 128 rows for devices and strides without TMA, may spill.
-GENERIC = attend_mmaILi[0-9]ELi256E|attend_mmaILi[0-9]ELi[0-9]*ELi8E
+GENERIC = ELi256E|attend_mmaILi[0-9]ELi[0-9]*ELi8E
 $C/checked: $C/distance_kv_cuda.o
-	@awk '/Compiling entry function/ {kernel = $$0} \
-	      /C75(04|08|09)/ || (/[1-9][0-9]* bytes spill/ && kernel !~ /$(GENERIC)/) {print kernel ":" $$0; bad = 1} \
+	@awk -F '\047' '/Compiling entry function/ {kernel = $$2; arch = $$4} \
+	      /C75(04|08|09)/ || (/[1-9][0-9]* bytes spill/ && kernel !~ /$(GENERIC)/) \
+	          {sub(/^.*_cu_......../, "", kernel); print arch, kernel ":", $$0; bad = 1} \
 	      END {exit bad}' $C/ptxas.log
 	@touch $@
 
@@ -169,7 +170,7 @@ build/bench_cuda: bench/bench_cuda.cu distance_kv.h $C/distance_kv_cuda.o $B/dkv
 test-cuda: build/test_cuda build/test_model_cuda
 	@sh tests/run.sh $^
 
-bench-cuda: build/bench_cuda cuda
+bench-cuda: build/bench_cuda build/libdistance_kv_cuda.so
 	@echo "build/bench_cuda [--json FILE] [--only TEXT]        against this device's limits; --help"
 	@echo "bench/peers.py [--json FILE] [--only TEXT]          against torch, cuDNN, FlexAttention, FlashAttention-3"
 

@@ -414,7 +414,8 @@ static void run_case(const Case &c) {
     const double packed = (double)p.positions.size() * 2 * c.d * (double)dkv_type_bytes(c.type);
     row.bytes = c.B * (packed + 4.0 * (double)tail);
     row.flops = 4.0 * c.d * visible_keys(c, p);
-    const int layers = (int)std::min<int64_t>(16, 1 + (int64_t)(3.0 * device.l2CacheSize / row.bytes));
+    const int layers = row.flops > 4e12 ? 1 : row.bytes > 2e9 ? 2 /* else at least 4 launches a graph */
+                       : (int)std::min(16.0, std::max(4.0, 1 + 3.0 * device.l2CacheSize / row.bytes));
     row.bytes += c.B * 4.0 * (double)rows; /* q and out */
     set_limit(row);
     std::vector<Layer> layer((size_t)layers);

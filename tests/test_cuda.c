@@ -811,6 +811,51 @@ static void reruns(void) {
     }
 }
 
+static void attend_all(const launch *l, int n, int wait) {
+    for (int i = 0; i < n; i++) {
+        CHECK_OK(dkv_cuda_attend(&l[i].work, NULL));
+        if (wait) CUDA(cudaDeviceSynchronize());
+    }
+}
+
+/* Layers as an engine runs them: each one's queries are the output of the one before, all share a workspace, and no one
+   waits in between. The same bits as one by one. */
+static void chained_launches(void) {
+    NEEDS_DEVICE;
+    static const int N_q[] = {1, 8, 130};
+    int arch[2], paths = archs(arch);
+    for (int c = 0; c < COUNT(N_q) * paths; c++) {
+        problem p[3];
+        launch l[3];
+        CHECK_INT(dkv_cuda_limit(arch[c / COUNT(N_q)]), arch[c / COUNT(N_q)]);
+        for (int i = 0; i < 3; i++) {
+            p[i] = plain_of(DKV_BF16);
+            p[i].out = DKV_BF16, p[i].T_c = 400 + 700 * i, p[i].by_cpu = 1;
+            p[i].N_q = N_q[c % COUNT(N_q)], p[i].n_tail = p[i].N_q + 50, p[i].room = i == 1 ? p[i].n_tail + 100 : 0;
+            describe(&p[i], 1, arch[c / COUNT(N_q)], 0);
+            build(&p[i]);
+            if (i) p[i].a.q = p[i - 1].a.out;
+            l[i] = prepare(&p[i], 1, 0);
+        }
+        for (int i = 0; i < 2; i++) /* the largest workspace serves all */
+            CHECK_OK(dkv_cuda_prepare(&l[i].work, &p[i].a, 1, l[i].lengths, l[i].block, l[i].block_bytes, l[2].ws,
+                                      l[2].ws_bytes, 0, NULL));
+        for (int i = 0; i < 3; i++) poison_results(&p[i]);
+        attend_all(l, 3, 1);
+        check_results(&p[0]);
+        size_t bytes;
+        const char *alone = results_of(&p[2], &bytes);
+        for (int turn = 0; turn < 50; turn++) {
+            for (int i = 0; i < 3; i++) poison_results(&p[i]);
+            attend_all(l, 3, 0);
+            CHECK(!memcmp(results_of(&p[2], &bytes), alone, bytes));
+        }
+        for (int turn = 0; turn < 50; turn++) attend_all(l, 3, 0); /* and each overtaken by itself */
+        CHECK(!memcmp(results_of(&p[2], &bytes), alone, bytes));
+        CHECK(release_all());
+    }
+}
+
 /* Two works on two streams, 50 times at once, then compared with what each gives alone. */
 static void two_streams(void) {
     NEEDS_DEVICE;
@@ -977,6 +1022,50 @@ static void wild_lengths(void) {
     }
 }
 
+/* The tail's last N_q rows are those of added [N_q][Hkv][d], the ones before are as they were, those behind NaN. */
+static void check_appended(const problem *p, const dkv_tensor *tail, const double *old, const double *added,
+                           dkv_type from) {
+    int64_t rows = p->room ? p->room : p->n_tail, row_size = p->Hkv * p->d_k, begin = (p->n_tail - p->N_q) * row_size;
+    dkv_tensor host = host_tensor(p->layout, p->x, rows, p->Hkv, p->d_k);
+    download(&host, tail, rows, p->Hkv, p->d_k);
+    for (int64_t i = 0; i < rows * row_size; i++) {
+        double got = oracle_get(&host, i / row_size, i / p->d_k % p->Hkv, i % p->d_k);
+        if (i >= p->n_tail * row_size) CHECK(isnan(got));
+        else if (i < begin) CHECK(got == old[i]);
+        else CHECK(got == oracle_round(p->x, oracle_round(from, added[i - begin])));
+    }
+    CHECK(gaps_are_poison(&host, rows, p->Hkv, p->d_k));
+}
+
+/* Of a batch: one attention after another, at each one's own length. */
+static void append_to_a_batch(void) {
+    NEEDS_DEVICE;
+    static const int N_q[] = {1, 4, 2};
+    for (int c = 0; c < 4 * LAYOUTS * 3; c++) {
+        problem p[3];
+        dkv_type from = type_at(c);
+        int d = c / 12 % 2 ? 72 : 128;
+        double *k = normal_values(7 * 2 * d, DKV_F32, 1), *v = normal_values(7 * 2 * d, DKV_F32, 1);
+        for (int i = 0; i < 3; i++) {
+            p[i] = plain_of(packed_type_at(c));
+            p[i].N_q = N_q[i], p[i].n_tail = N_q[i] + rnd_below(10), p[i].room = c % 5 ? p[i].n_tail + 3 : 0;
+            p[i].layout = c / 4 % LAYOUTS, p[i].d_k = p[i].d_v = d;
+            build(&p[i]);
+        }
+        describe(&p[1], 3, 0, 0);
+        launch l = prepare(p, 3, 0);
+        dkv_tensor new_k = fill_on_device((c + 1) % LAYOUTS, from, k, 7, 7, 2, d);
+        dkv_tensor new_v = fill_on_device((c + 2) % LAYOUTS, from, v, 7, 7, 2, d);
+        CHECK_OK(dkv_cuda_append(&l.work, new_k, new_v, NULL));
+        CUDA(cudaStreamSynchronize(NULL));
+        for (int i = 0, first = 0; i < 3; first += N_q[i++]) {
+            check_appended(&p[i], &p[i].a.tail.k, p[i].tail_k, k + first * 2 * d, from);
+            check_appended(&p[i], &p[i].a.tail.v, p[i].tail_v, v + first * 2 * d, from);
+        }
+        CHECK(release_all());
+    }
+}
+
 /* ---- offsets past 2^31 and 2^32 elements ------------------------------------------------ */
 
 static void *far_memory(size_t bytes) {
@@ -1046,7 +1135,7 @@ static void far_rows(void) {
             for (int j = 0; j < D; j++) s += x[h * D + j] * x[h * D + j] / 8;
             AT("head %d sm_%d", h, arch[i]);
             CHECK(fabs((double)lse[h] - s - 20 * log(2)) < 1e-3);
-            for (int j = 0; j < D; j++) CHECK(fabs((double)out[h * D + j] - x[h * D + j]) <= fabs(x[h * D + j]) / 256);
+            for (int j = 0; j < D; j++) CHECK(fabs((double)out[h * D + j] - x[h * D + j]) <= fabs(x[h * D + j]) / 64);
         }
     }
     CUDA(cudaFree(memory));
@@ -1221,9 +1310,12 @@ static size_t device_memory_free(void) {
 static void cache_life(void) {
     NEEDS_DEVICE;
     static const int T_c[] = {0, 1, 127, 300};
+    enum { CASES = 4 * COUNT(T_c) };
     int arch[2], paths = archs(arch);
-    size_t before = device_memory_free();
-    for (int c = 0; c < 4 * COUNT(T_c); c++) {
+    size_t before = 0;
+    for (int i = 0; i < 2 * CASES; i++) { /* twice: the first time, kernels are loaded into device memory */
+        if (i == CASES) before = device_memory_free();
+        int c = i % CASES;
         CHECK_INT(dkv_cuda_limit(arch[c / 4 % paths]), arch[c / 4 % paths]);
         world w = make_world(packed_type_at(c), T_c[c / 4], c % 3 ? 64 : 40, c % 3 ? 64 : 24);
         AT("%s T_c %d", dkv_type_name(w.type), (int)w.T_c);
@@ -1307,9 +1399,11 @@ int main(int argc, char **argv) {
         {"large, against the CPU", large, 0},
         {"NaN in one query", nan_in_one_query, 0},
         {"50 reruns, the same bits", reruns, 0},
+        {"chained launches", chained_launches, 0},
         {"two streams", two_streams, 0},
         {"graph replays", graph_replays, 0},
         {"wild lengths", wild_lengths, 0},
+        {"append to a batch", append_to_a_batch, 0},
         {"strides past 2^32", far_strides, 0},
         {"rows past 2^32", far_rows, 0},
         {"errors", refusals, 0},
