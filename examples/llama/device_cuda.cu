@@ -29,7 +29,7 @@ struct input {
 
 struct device {
     cudaStream_t stream;
-    bool overlaps;          /* sm_90: see overlap */
+    bool overlaps;          /* kernels do: see overlap */
     cublasHandle_t blas;
     void *blas_space;
     bf16 *weights;          /* [all] */
@@ -624,15 +624,17 @@ static bool open_cuda(lm_model *m) {
     device *g = (device *)calloc(1, sizeof *g);
     int arch, sms, at;
     cudaDeviceProp about;
+    cudaFuncAttributes kernel;
     if (!(m->own = g)) return lm_fail(m, "no memory for a model of this shape");
     dkv_result r = dkv_cuda_device(&arch, &sms);
     if (r) return lm_fail(m, "%s", dkv_result_string(r));
-    g->overlaps = arch >= 90;
     if (!good(m, cudaGetDevice(&at)) || !good(m, cudaGetDeviceProperties(&about, at)) ||
+        !good(m, cudaFuncGetAttributes(&kernel, norm_kernel)) ||
         !good(m, cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking)) ||
         !good(m, cudaMalloc(&g->blas_space, BLAS_BYTES)) || !open_blas(m) ||
         !good(m, cudaMalloc(&g->logits, (size_t)m->p.V * sizeof *g->logits)) ||
         !good(m, cudaMalloc(&g->best, sizeof *g->best)) || !make(m, &m->one, 1)) return false;
+    g->overlaps = kernel.ptxVersion >= 90; /* what was compiled, not what runs it, has overlap's instructions */
     snprintf(m->where, sizeof m->where, "%.90s", about.name);
     return upload_weights(m) && upload_vectors(m) && good(m, cudaStreamSynchronize(g->stream));
 }
