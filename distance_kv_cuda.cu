@@ -23,6 +23,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdlib.h>
@@ -66,6 +67,16 @@ DKV__DEVICE void bar_wait(uint64_t *bar, uint32_t parity) {
                      : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
 #endif
     } while (!done);
+}
+/* For who has time: spinning takes issue slots from the warps that compute. */
+DKV__DEVICE void bar_wait_idle(uint64_t *bar, uint32_t parity) {
+    uint32_t done;
+    for (;;) {
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+        if (done) return;
+        __nanosleep(200);
+    }
 }
 /* Arrives once this thread's cp.async so far have landed. */
 DKV__DEVICE void bar_arrive_copies(uint64_t *bar) {
@@ -425,26 +436,38 @@ DKV__DEVICE void tile_positions(const PackHead &h, int64_t tile, int64_t *positi
 struct Eight { float x[8]; };
 DKV__DEVICE Eight load8(const char *p, dkv_type type, int64_t stride, bool vector) {
     Eight y;
-    if (vector && type == DKV_F32) {
+    if (!vector) {
+        for (int j = 0; j < 8; j++) y.x[j] = element(p + j * stride, type);
+    } else if (type == DKV_F32) {
         *(float4 *)y.x = *(const float4 *)p;
         *(float4 *)(y.x + 4) = *(const float4 *)(p + 16);
-    } else if (vector) {
-        uint4 raw = *(const uint4 *)p;
-#pragma unroll
-        for (int j = 0; j < 8; j++) y.x[j] = element((const char *)&raw + 2 * j, type);
     } else {
-        for (int j = 0; j < 8; j++) y.x[j] = element(p + j * stride, type);
+        const uint4    raw = *(const uint4 *)p;
+        const uint32_t pair[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float2 v = type == DKV_F16 ? __half22float2(*(const __half2 *)&pair[j])
+                                       : float2{__uint_as_float(pair[j] << 16), __uint_as_float(pair[j] & 0xffff0000u)};
+            y.x[2 * j] = v.x, y.x[2 * j + 1] = v.y;
+        }
     }
     return y;
 }
-
-/* x / scale, rounded. */
-DKV__DEVICE void store8(char *p, dkv_type type, const Eight &y, const float *scale) {
-    __align__(16) char raw[16];
+DKV__DEVICE void store8(char *p, dkv_type type, const Eight &y) { /* 16-bit types */
+    uint32_t pair[4];
 #pragma unroll
-    for (int j = 0; j < 8; j++) set_element(raw + j * type_bytes(type), type, scale ? y.x[j] / scale[j] : y.x[j]);
-    if (type_bytes(type) == 2) *(uint4 *)p = *(uint4 *)raw;
-    else *(uint2 *)p = *(uint2 *)raw;
+    for (int j = 0; j < 4; j++) {
+        pair[j] = type == DKV_F16 ? pair_of<__half>(y.x[2 * j], y.x[2 * j + 1]) : pair_of<__nv_bfloat16>(y.x[2 * j], y.x[2 * j + 1]);
+    }
+    *(uint4 *)p = uint4{pair[0], pair[1], pair[2], pair[3]};
+}
+template <int TYPE> DKV__DEVICE uint32_t bytes_of(float a, float b, float c, float d) { /* rounded to nearest even */
+    if (TYPE == DKV_FP8) {
+        return (uint32_t)__nv_cvt_float2_to_fp8x2(float2{a, b}, __NV_SATFINITE, __NV_E4M3) |
+               (uint32_t)__nv_cvt_float2_to_fp8x2(float2{c, d}, __NV_SATFINITE, __NV_E4M3) << 16;
+    }
+    uint32_t lo = __byte_perm((uint32_t)__float2int_rn(a), (uint32_t)__float2int_rn(b), 0x0040); /* |x| <= 127 by its scale */
+    return __byte_perm(lo, __byte_perm((uint32_t)__float2int_rn(c), (uint32_t)__float2int_rn(d), 0x0040), 0x5410);
 }
 
 DKV__DEVICE float scale_from(float top, dkv_type type) {
@@ -463,7 +486,6 @@ __global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLay
     for (int i = 0; i < 2; i++) {
         const PackSide &s = p.side[i];
         char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row;
-        const float    *own = s.scale + h.g * (s.row / type_bytes(p.type)); /* used if there are scales */
         if (s.copy) {
             const int chunks = s.row / 16, n = TILE * chunks, real = s.d / 8;
             for (int j0 = threadIdx.x; j0 < n; j0 += 256 * 8) {
@@ -483,53 +505,113 @@ __global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLay
             }
             continue;
         }
-        const int e = type_bytes(p.type), chunks = s.row / e / 8; /* of eight elements; d is a multiple of 8 */
+        const int chunks = s.row / 16; /* of eight elements; d is a multiple of 8 */
         for (int j = threadIdx.x; j < TILE * chunks; j += 256) {
             int   row = j / chunks, c = j % chunks;
-            Eight x = {}, scale;
+            Eight x = {};
             if (position[row] >= 0 && c * 8 < s.d) {
-                x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim,
-                          s.vector);
+                x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim, s.vector);
             }
-            for (int u = 0; u < 8 && s.scale; u++) scale.x[u] = scale_from(own[c * 8 + u], p.type);
-            store8(to + (int64_t)row * s.row + c * 8 * e, p.type, x, s.scale ? scale.x : NULL);
+            store8(to + (int64_t)row * s.row + c * 16, p.type, x);
         }
     }
 }
 
-/* Largest magnitudes of a tile's channels into side.scale: as integers their order is that of the floats, so the
-   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. */
-__global__ void __launch_bounds__(256) measure_tile(const __grid_constant__ PackLayer p) {
+/* A thread has eight channels of every lanes-th row; rows whose loads are in flight together. */
+constexpr int PACK_ROWS = 4;
+
+/* Largest magnitudes of the head's channels into side.scale: as integers their order is that of the floats, so the
+   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. Tiles in turns. */
+__global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ PackLayer p) {
     __shared__ int64_t  position[TILE];
     __shared__ dkv_run  runs[TILE];
     __shared__ int      found;
-    __shared__ unsigned top[256];
+    __shared__ unsigned top[2][256];
     const PackHead      h = pack_head(p);
+    unsigned            own[2][8] = {};
+    for (int64_t tile = blockIdx.x; tile * TILE < h.rows; tile += gridDim.x) {
+        tile_positions(h, tile, position, runs, &found);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const PackSide &s = p.side[i];
+            const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
+            if (threadIdx.x >= lanes * chunks) continue;
+            for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
+                Eight x[PACK_ROWS];
+#pragma unroll
+                for (int k = 0; k < PACK_ROWS; k++) {
+                    int row = row0 + k * lanes;
+                    x[k] = Eight{};
+                    if (row < TILE && position[row] >= 0) {
+                        x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim, s.vector);
+                    }
+                }
+#pragma unroll
+                for (int k = 0; k < PACK_ROWS; k++) {
+#pragma unroll
+                    for (int u = 0; u < 8; u++) {
+                        unsigned a = __float_as_uint(x[k].x[u]) & 0x7fffffffu;
+                        own[i][u] = most(own[i][u], a >= 0x7f800000u ? 0x7fc00000u : a);
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+    for (int i = 0; i < 2; i++) top[i][threadIdx.x] = 0;
+    __syncthreads();
+    for (int i = 0; i < 2; i++) {
+        const PackSide &s = p.side[i];
+        for (int u = 0; u < 8; u++) {
+            if (own[i][u]) atomicMax(&top[i][threadIdx.x % (s.d / 8) * 8 + u], own[i][u]);
+        }
+        __syncthreads();
+        if (threadIdx.x < s.d && top[i][threadIdx.x]) {
+            atomicMax((unsigned *)s.scale + h.g * (s.row / type_bytes(p.type)) + threadIdx.x, top[i][threadIdx.x]);
+        }
+    }
+}
+
+/* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once). */
+template <int TYPE> __global__ void __launch_bounds__(256) quantise_tile(const __grid_constant__ PackLayer p) {
+    __shared__ int64_t position[TILE];
+    __shared__ dkv_run runs[TILE];
+    __shared__ int     found;
+    const PackHead     h = pack_head(p);
     if ((int64_t)blockIdx.x * TILE >= h.rows) return;
     tile_positions(h, blockIdx.x, position, runs, &found);
     for (int i = 0; i < 2; i++) {
         const PackSide &s = p.side[i];
-        const int       chunks = s.d / 8, lanes = 256 / chunks;
-        unsigned       *to = (unsigned *)s.scale + h.g * (s.row / type_bytes(p.type));
-        top[threadIdx.x] = 0;
-        __syncthreads();
-        unsigned own[8] = {};
-        for (int row = threadIdx.x / chunks; threadIdx.x < lanes * chunks && row < TILE; row += lanes) {
-            if (position[row] < 0) break;
-            int   c = threadIdx.x % chunks;
-            Eight x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
-                            s.from.stride_dim, s.vector);
-            for (int u = 0; u < 8; u++) {
-                unsigned a = __float_as_uint(x.x[u]) & 0x7fffffffu;
-                own[u] = most(own[u], a >= 0x7f800000u ? 0x7fc00000u : a);
+        const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
+        char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row + c * 8;
+        float           scale[8], inverse[8];
+        if (threadIdx.x >= lanes * chunks) continue;
+        for (int u = 0; u < 8; u++) {
+            scale[u] = scale_from(s.scale[h.g * s.row + c * 8 + u], p.type);
+            inverse[u] = 1.0f / scale[u];
+        }
+        for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
+            Eight x[PACK_ROWS];
+#pragma unroll
+            for (int k = 0; k < PACK_ROWS; k++) {
+                int row = row0 + k * lanes;
+                x[k] = Eight{};
+                if (row < TILE && position[row] >= 0 && c * 8 < s.d) {
+                    x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim, s.vector);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < PACK_ROWS; k++) {
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+                    float y = x[k].x[u] * inverse[u];
+                    x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
+                }
+                if (row0 + k * lanes >= TILE) continue;
+                *(uint2 *)(to + (int64_t)(row0 + k * lanes) * s.row) =
+                    uint2{bytes_of<TYPE>(x[k].x[0], x[k].x[1], x[k].x[2], x[k].x[3]), bytes_of<TYPE>(x[k].x[4], x[k].x[5], x[k].x[6], x[k].x[7])};
             }
         }
-        for (int u = 0; u < 8; u++) {
-            if (own[u]) atomicMax(&top[threadIdx.x % chunks * 8 + u], own[u]);
-        }
-        __syncthreads();
-        if (threadIdx.x < s.d && top[threadIdx.x]) atomicMax(to + threadIdx.x, top[threadIdx.x]);
-        __syncthreads();
     }
 }
 
@@ -583,8 +665,10 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     if (!scaled && longest) pack_tile<<<dim3((unsigned)longest, (unsigned)plan->Hkv), 256, 0, st>>>(p);
     for (p.g = 0; scaled && p.g < plan->Hkv && !r; p.g++) { /* by heads, so that the second reading hits L2 */
         unsigned tiles = (unsigned)ceil_div(rows[p.g], TILE);
-        if (tiles) measure_tile<<<tiles, 256, 0, st>>>(p);
-        if (tiles) pack_tile<<<tiles, 256, 0, st>>>(p);
+        if (!tiles) continue;
+        measure_tiles<<<least(tiles, 528u), 256, 0, st>>>(p);
+        if (type == DKV_I8) quantise_tile<DKV_I8><<<tiles, 256, 0, st>>>(p);
+        else quantise_tile<DKV_FP8><<<tiles, 256, 0, st>>>(p);
     }
     if (scaled && !r) {
         int n = (int)((y.bytes - y.k_scale) / 4);
@@ -914,7 +998,7 @@ DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2]
                               const float (&factor)[2], float softcap, const int (&sees)[2], int key) {
     const int t = (threadIdx.x & 3) * 2;
     float     f[2] = {factor[0], factor[1]};
-    if (softcap > 0.0f) { /* tanh(y) = 1 - 2 / (1 + e^2y), here with y = logit / softcap; f then is softcap * log2 e */
+    if (__builtin_expect(softcap > 0.0f, 0)) { /* tanh(y) = 1 - 2 / (1 + e^2y), here with y = logit / softcap; f then is softcap * log2 e */
 #pragma unroll
         for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -925,7 +1009,7 @@ DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2]
         }
         f[0] = f[1] = softcap * LOG2E;
     }
-    if (sees[0] < key + 8 * N || sees[1] < key + 8 * N) {
+    if (__builtin_expect(sees[0] < key + 8 * N || sees[1] < key + 8 * N, 0)) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -1547,7 +1631,7 @@ template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p,
     fence_async();
 }
 
-/* K and V of a piece into their rings: K of a tile before V of the tile before, as they are used. By one warp. */
+/* K and V of a piece into their rings: K of a tile before V of the tile before, as they are used. By one thread. */
 template <int D, int STAGES>
 DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<STAGES> &k, Ring<STAGES> &v, uint64_t *k_full,
                            uint64_t *k_empty, uint64_t *v_full, uint64_t *v_empty) {
@@ -1599,7 +1683,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
     let_next_start();
 
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 32 : 72));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 32 : 88));
         const int    warp = threadIdx.x / 32;
         Ring<STAGES> k, v;
         Ring<2>      q;
@@ -1613,20 +1697,21 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             if (warp == 1) { /* says what is next */
                 Piece next;
                 if (!walk_next<M>(walk, next, w)) next.a = NULL;
-                bar_wait(q_empty + q.stage, q.phase ^ 1);
+                bar_wait_idle(q_empty + q.stage, q.phase ^ 1);
                 if (lane == 0) {
                     pieces[q.stage] = next;
                     bar_arrive(piece_full + q.stage);
                 }
             }
-            bar_wait(piece_full + q.stage, q.phase);
+            bar_wait_idle(piece_full + q.stage, q.phase);
             const Piece &p = pieces[q.stage];
             if (warp == 0) {
                 if (!p.a) break;
                 if (p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
                 known = p.a;
                 __syncwarp();
-                load_keys<D, STAGES>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
+                if (lane == 0) load_keys<D, STAGES>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
+                __syncwarp();
             } else {
                 if (p.a) gather_queries<T, D, M>(p, qs + q.stage * S::Q, threadIdx.x - 32);
                 bar_arrive(q_full + q.stage);
@@ -1634,7 +1719,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 160 : 216));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 160 : 208));
         const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
         Ring<STAGES> k, v;
         Ring<2>      q;
@@ -1646,7 +1731,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             float     s[16][4], o[D / 8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, alpha[2];
             uint32_t  weight[8][4];
             const float    factor[2] = {p.a->scale, p.a->scale}, softcap = p.a->softcap;
-            const int      visible[2] = {(int)row_sees(p, r), (int)row_sees(p, r + 8)};
+            const int      visible[2] = {(int)row_sees(p, r), (int)row_sees(p, r + 8)}, rows = (int)p.rows;
+            const int      begin = p.tile, end = p.end, context = p.context;
             const uint32_t q_at = shared_address(qs + q.stage * S::Q) + own * 64 * 128;
 
             auto scores = [&] {
@@ -1664,13 +1750,13 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                 wgmma_commit();
             };
             auto soften = [&](int tile) {
-                const bool    tail = tile >= p.context;
-                const int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
-                const int     sees[2] = {in_tile(tail ? visible[0] : p.rows, row), in_tile(tail ? visible[1] : p.rows, row)};
+                const bool tail = tile >= context;
+                const int  row = (tail ? tile - context : tile) * TILE;
+                const int  sees[2] = {(tail ? visible[0] : rows) - row, (tail ? visible[1] : rows) - row};
                 softmax_tile<16>(s, top, sum, alpha, factor, softcap, sees, 0);
             };
 
-            if (p.tile < p.end) {
+            if (begin < end) {
                 bar_wait(k_full + k.stage, k.phase);
                 wgmma_fence();
                 scores();
@@ -1678,22 +1764,23 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                 settle(s);
                 if (tid % 128 == 0) bar_arrive(k_empty + k.stage);
                 k.next();
-                soften(p.tile);
+                soften(begin);
 #pragma unroll
                 for (int j = 0; j < 8; j++) weights<T>(weight[j], s, 2 * j);
-                for (int tile = p.tile + 1; tile < p.end; tile++) {
+                for (int tile = begin + 1; tile < end; tile++) {
                     bar_wait(k_full + k.stage, k.phase);
                     named_sync(1 + own, 256); /* my turn */
                     wgmma_fence();
                     scores();
                     bar_wait(v_full + v.stage, v.phase);
-                    mix(tile > p.tile + 1);
+                    mix(tile > begin + 1);
                     named_arrive(1 + (own + 1) % GROUPS, 256);
                     wgmma_wait<1>();
                     settle(s);
                     if (tid % 128 == 0) bar_arrive(k_empty + k.stage);
                     k.next();
                     soften(tile);
+                    if (sum[0] + sum[1] < 0.0f) __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
                     wgmma_wait<0>();
                     settle(o);
                     if (tid % 128 == 0) bar_arrive(v_empty + v.stage);
@@ -1702,13 +1789,13 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 #pragma unroll
                     for (int j = 0; j < 8; j++) weights<T>(weight[j], s, 2 * j);
                 }
-                const int64_t left = p.length - (int64_t)(p.end - 1 - p.context) * TILE;
+                const int64_t left = p.length - (int64_t)(end - 1 - context) * TILE;
                 bar_wait(v_full + v.stage, v.phase);
-                if (p.end > p.context && left < TILE) {
+                if (end > context && left < TILE) {
                     clear_rows<D, CONSUMING>(vs + v.stage * S::STAGE, (int)left, tid);
                 }
                 wgmma_fence();
-                mix(p.end - p.tile > 1);
+                mix(end - begin > 1);
                 wgmma_wait<0>();
                 settle(o);
                 if (tid % 128 == 0) bar_arrive(v_empty + v.stage);
@@ -1975,6 +2062,8 @@ __global__ void make_items(const Attention *attentions, const Head *heads, Item 
     }
 }
 
+constexpr int64_t TOUCHED = 1024; /* what touch may read behind the end */
+
 struct Sizes { int64_t heads, items, arrived, block, ws; int64_t n_items; int split, ctas, blocks; };
 
 Sizes sizes_of(const Batch &b, int64_t n, const Device &dev, int ctas) {
@@ -1988,7 +2077,7 @@ Sizes sizes_of(const Batch &b, int64_t n, const Device &dev, int ctas) {
     s.heads = n * (int64_t)sizeof(Attention);
     s.items = round_up(s.heads + b.heads * (int64_t)sizeof(Head), 128);
     s.arrived = round_up(s.items + s.n_items * (int64_t)sizeof(Item), 128);
-    s.block = round_up(s.arrived + s.n_items * 4, 128);
+    s.block = round_up(s.arrived + s.n_items * 4, 128) + TOUCHED;
     s.ws = s.split ? round_up((int64_t)s.ctas * 2 * b.M * (b.d + 2) * 4, 128) : 128;
     return s;
 }
@@ -2003,7 +2092,7 @@ extern "C" dkv_result dkv_cuda_attend_size(size_t *block_bytes, size_t *ws_bytes
     if (r) return r;
     Sizes s = sizes_of(b, n, dev, 0);
     int64_t most_items = most(b.items, b.heads); /* whichever way a smaller grid takes them */
-    *block_bytes = (size_t)(s.items + round_up(most_items * (int64_t)sizeof(Item), 128) + round_up(most_items * 4, 128));
+    *block_bytes = (size_t)(s.items + round_up(most_items * (int64_t)sizeof(Item), 128) + round_up(most_items * 4, 128)) + TOUCHED;
     *ws_bytes = (size_t)round_up((int64_t)dev.sms * 2 * b.M * (b.d + 2) * 4, 128);
     return DKV_OK;
 }
@@ -2173,7 +2262,7 @@ __global__ void append(const Attention *attentions, dkv_tensor k, dkv_tensor v, 
             Eight x = load8(at(from, a.first_row + q, g) + c * 8 * from.stride_dim, from.type, from.stride_dim,
                             side ? v_vector : k_vector);
             char *p = at(to, row, g) + c * 8 * to.stride_dim;
-            if (a.vector[TAIL_K + side]) store8(p, to.type, x, NULL);
+            if (a.vector[TAIL_K + side]) store8(p, to.type, x);
             else for (int u = 0; u < 8; u++) set_element(p + u * to.stride_dim, to.type, x.x[u]);
         }
     }
