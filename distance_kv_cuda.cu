@@ -1414,12 +1414,12 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
 #endif
-        touch(w.attentions, w.items, w.lengths, lane);
 #if __CUDA_ARCH__ >= 900
         if (w.tma && lane < SOURCES) tma_acquire(&w.attentions->map[lane]); /* most batches are of one */
         known = w.attentions;
         __syncwarp();
 #endif
+        touch(w.attentions, w.items, w.lengths, lane); /* after the fence, which empties L1 */
         Walk  walk = walk_begin(w);
         Piece p;
         for (;; turn.next()) {
@@ -1980,7 +1980,7 @@ dkv_result encode_map(CUtensorMap *map, const dkv_tensor &t, int64_t d, int64_t 
     CUresult    r = encode(map, e == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t.data, size,
                            stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                            panel == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return r == CUDA_SUCCESS ? DKV_OK : DKV_ERR_DEVICE;
 }
 
