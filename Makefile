@@ -20,7 +20,7 @@ FLAGS_tsan     = -O1 -fsanitize=thread -Wno-unknown-pragmas
 VERSION  = $(shell sed -n 's/^#define DKV_VERSION "\(.*\)"/\1/p' distance_kv.h)
 LLAMA    = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/llama/*.c))
 DKV      = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/dkv/*.c))
-TESTS    = $(filter-out $B/test_cuda,$(patsubst tests/%.c,$B/%,$(wildcard tests/test_*.c)))
+TESTS    = $(filter-out $B/test_cuda $B/test_model_cuda,$(patsubst tests/%.c,$B/%,$(wildcard tests/test_*.c)))
 TSAN     = $(B)/test_attend $(B)/test_cache
 FUZZ     = $(patsubst tests/%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 MODEL    = build/model/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -35,7 +35,7 @@ help:
 	@echo "                MODEL= CONTEXT= QUESTION= PATTERN= TOKENS= choose others"
 	@echo "make test       all tests; with config=sanitize, scalar, debug, or tsan (the threaded ones)"
 	@echo "make fuzz       each fuzz target for SECONDS=30, with clang"
-	@echo "make cuda       build/libdistance_kv_cuda.so for sm_90a and sm_80; needs nvcc, no GPU"
+	@echo "make cuda       build/libdistance_kv_cuda.so and build/dkv-cuda for sm_90a and sm_80; needs nvcc, no GPU"
 	@echo "make test-cuda  the GPU's tests; without a GPU they are counted as skipped"
 	@echo "make bench-cuda build/bench_cuda; bench/peers.py has torch, cuDNN, FlexAttention and FlashAttention-3 beside it"
 	@echo "make install    dkv, distance_kv.h and distance_kv.pc under DESTDIR and PREFIX"
@@ -167,12 +167,14 @@ build/test_cuda: $C/test_cuda.o $C/distance_kv_cuda.o $B/dkv.o
 build/bench_cuda: bench/bench_cuda.cu distance_kv.h $C/distance_kv_cuda.o $B/dkv.o
 	$(NVCC) $(NVCCFLAGS) -Xcompiler -Wall,-Wextra $(filter %.cu %.o,$^) -o $@ -l:libgomp.a -ldl -lm
 
-test-cuda: build/test_cuda
-	@sh tests/run.sh $<
+test-cuda: build/test_cuda build/test_model_cuda
+	@sh tests/run.sh $^
 
 bench-cuda: build/bench_cuda build/libdistance_kv_cuda.so
 	@echo "build/bench_cuda [--json FILE] [--only TEXT]        against this device's limits; --help"
 	@echo "bench/peers.py [--json FILE] [--only TEXT]          against torch, cuDNN, FlexAttention, FlashAttention-3"
+
+include examples/llama/cuda.mk
 
 # ---- install ----
 
@@ -184,6 +186,6 @@ install: build/dkv
 	    "$(PREFIX)" "$(VERSION)" >$(DESTDIR)$(PREFIX)/lib/pkgconfig/distance_kv.pc
 
 clean:
-	rm -rf build/*-gcc build/*-clang build/cuda build/*_cuda build/*.so* build/fuzz build/dkv build/minimal build/llama2c build/demo.txt
+	rm -rf build/*-gcc build/*-clang build/cuda build/*_cuda build/*_cuda.tar.xz build/*.so* build/fuzz build/dkv build/dkv-cuda build/minimal build/llama2c build/demo.txt
 
 .PHONY: all help deps model run test fuzz peers lint cuda nvcc test-cuda bench-cuda install clean

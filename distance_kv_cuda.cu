@@ -87,6 +87,13 @@ template <int N> struct Ring {
 
 /* ---- copies to shared memory ---- */
 
+/* Brings what comes first near before anyone asks for it: reads that nothing waits for. */
+DKV__DEVICE void touch(const void *attentions, const void *items, const void *lengths, int lane) {
+    const char *p = lane < 8 ? (const char *)attentions + lane * 128 : lane < 12 ? (const char *)items + (lane - 8) * 128
+                                                                                  : (const char *)lengths;
+    uint32_t x;
+    if (lane < 13 && p) asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
+}
 DKV__DEVICE void copy16(uint32_t dst, const void *src, bool real) { /* zeros if not real */
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
 }
@@ -215,6 +222,12 @@ DKV__DEVICE void set_element(char *p, dkv_type type, float x) {
     case DKV_I8: *(int8_t *)p = i8_from(x); return;
     default: *(uint8_t *)p = fp8_from(x); return;
     }
+}
+/* The same, called: where strides are odd, time matters less than the size of the code around. */
+__device__ __noinline__ float element_called(const char *p, dkv_type type) { return element(p, type); }
+__device__ __noinline__ void set_pair(char *p, int64_t stride, dkv_type type, float x, float y) {
+    set_element(p, type, x);
+    set_element(p + stride, type, y);
 }
 __host__ DKV__DEVICE int type_bytes(dkv_type t) { return t == DKV_F32 ? 4 : t == DKV_F16 || t == DKV_BF16 ? 2 : 1; }
 
@@ -658,26 +671,56 @@ DKV__DEVICE int tiles_until(const Item &x, int64_t length, int64_t end) {
 
 /* ---- shares of work ---- */
 
+/* Unit at which group c's share begins, of n groups. */
+DKV__DEVICE int share(int units, int n, int c) { return units / n * c + units % n * c / n; }
+/* The group whose share has unit u: the last that begins at or before it. */
+DKV__DEVICE int group_of(int units, int n, int u) {
+    int c = least((int)((float)u * (float)n / (float)units), n - 1);
+    while (c > 0 && share(units, n, c) > u) c--;
+    while (c < n - 1 && share(units, n, c + 1) <= u) c++;
+    return c;
+}
+
+/* Where the pieces of an item are: in slots of groups first .. last, in order. */
+struct Pieces { int units, groups, blocks, m, first, last, late, count; }; /* late: the first group's is not its first */
+
+/* Slot of group c's piece, -1 if it has none: where there are fewer units than groups, some shares are empty. */
+DKV__DEVICE int piece_slot(const Pieces &p, int c) {
+    if (c > p.last || (p.units < p.groups && share(p.units, p.groups, c) == share(p.units, p.groups, c + 1))) return -1;
+    return 2 * (c * p.blocks + p.m) + (c == p.first && p.late);
+}
+/* Of the item with n units from unit on; by a whole warp. */
+DKV__DEVICE Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m) {
+    Pieces p = {units, groups, blocks, m, group_of(units, groups, unit), group_of(units, groups, unit + n - 1), 0, 0};
+    p.late = share(units, groups, p.first) < unit;
+    for (int c = p.first; c <= p.last; c += 32) p.count += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
+    return p;
+}
+
 /* What a CTA does next: tiles [tile, end) of an item's row block m. */
 struct Piece {
     const Attention *a;
     int              N_q, G, item, g, m, tile, end, context; /* context: tiles of it */
     int              query, member;                  /* of the first row: query, head of the group */
+    float            inverse;                        /* 1 / G */
     int64_t          rows, base, length;             /* context rows of the head, the first of them; tail */
     bool             whole;                          /* the item has no other piece */
     int              slot;                           /* otherwise, where the piece goes */
-    int              unit;                           /* first unit of the item, in the line of all tiles */
+    Pieces           all;                            /* and where all of them do */
 };
 
 /* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too.
    Group c of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at
-   the same time. Every warp walks by itself. */
+   the same time. One warp of a CTA walks, and tells the others by shared memory. */
 struct Walk { int item, at, pieces, left, unit, units; };
-
-DKV__DEVICE int share(int units, int groups, int c) { return units / groups * c + units % groups * c / groups; }
 
 DKV__DEVICE int item_units(const Work &w, const Item &x) {
     return most(x.context + (int)ceil_div(tail_length(w, x), TILE), 1);
+}
+
+/* Completes a piece that is not the whole item; by a whole warp. */
+DKV__DEVICE void complete(Piece &p, const Walk &x, const Work &w) {
+    p.all = pieces_of(p.all.first, p.all.units, x.units, gridDim.x / w.blocks, w.blocks, p.m);
 }
 
 DKV__DEVICE int warp_sum(int x) {
@@ -698,18 +741,22 @@ DKV__DEVICE int units_before(const Work &w, int item, int *units) {
 }
 
 DKV__DEVICE Walk walk_begin(const Work &w) {
-    Walk x = {};
+    Walk      x = {};
+    const int lane = threadIdx.x & 31;
     if (!w.split) {
         x.item = (int)blockIdx.x;
         return x;
     }
-    int     groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
-    int     lane = threadIdx.x & 31;
-    units_before(w, 0, &x.units);
-    int begin = share(x.units, groups, c), before = 0;
+    const int groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
+    int       own = lane < w.n_items ? item_units(w, w.items[lane]) : 0, before = 0; /* units of this lane's item */
+    x.units = own;
+    for (int i = lane + 32; i < w.n_items; i += 32) x.units += item_units(w, w.items[i]);
+    x.units = warp_sum(x.units);
+    const int begin = share(x.units, groups, c);
     x.left = share(x.units, groups, c + 1) - begin;
     for (int i = 0; i < w.n_items; i += 32) { /* the last item that starts at or before begin */
-        int u = i + lane < w.n_items ? item_units(w, w.items[i + lane]) : 0, upto = u;
+        if (i) own = i + lane < w.n_items ? item_units(w, w.items[i + lane]) : 0;
+        int upto = own;
         for (int j = 1; j < 32; j <<= 1) {
             int y = __shfl_up_sync(~0u, upto, j);
             upto += lane >= j ? y : 0;
@@ -718,7 +765,7 @@ DKV__DEVICE Walk walk_begin(const Work &w) {
         if (open) {
             int first = __ffs(open) - 1;
             x.item = i + first;
-            x.unit = before + __shfl_sync(~0u, upto - u, first);
+            x.unit = before + __shfl_sync(~0u, upto - own, first);
             x.at = begin - x.unit;
             break;
         }
@@ -744,6 +791,7 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     p.m = w.split ? (int)(blockIdx.x % w.blocks) : i.m;
     p.query = p.m * M / p.G;
     p.member = p.m * M - p.query * p.G;
+    p.inverse = __fdividef(1.0f, (float)p.G);
     p.context = i.context;
     p.rows = i.rows;
     p.base = i.base;
@@ -751,7 +799,6 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     p.tile = 0;
     p.end = tiles_until(i, p.length, (int64_t)(p.m + 1) * M);
     p.whole = true;
-    p.unit = x.unit;
     if (!w.split) {
         x.item += gridDim.x;
         return true;
@@ -761,6 +808,8 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     p.tile = x.at;
     p.end = least(p.end, x.at + n);
     p.slot = 2 * blockIdx.x + (x.pieces++ > 0);
+    p.all.units = units; /* what pieces_of completes: it takes divisions, and loads should start first */
+    p.all.first = x.unit;
     x.left -= n;
     x.at = 0;
     x.unit += units;
@@ -768,40 +817,11 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     return true;
 }
 
-/* Where the pieces of an item are: in slots of groups first .. last, in order. */
-struct Pieces { int unit, units, groups, blocks, m, first, last; };
-
-/* The group whose share has unit u: the last that begins at or before it. */
-DKV__DEVICE int group_of(int units, int groups, int u) {
-    int c = least((int)((float)u * (float)groups / (float)units), groups - 1);
-    while (c > 0 && share(units, groups, c) > u) c--;
-    while (c < groups - 1 && share(units, groups, c + 1) <= u) c++;
-    return c;
-}
-DKV__DEVICE Pieces pieces_of(const Work &w, int unit, int n, int units, int m, int ctas) {
-    Pieces p = {unit, units, ctas / w.blocks, w.blocks, m, 0, 0};
-    p.first = group_of(units, p.groups, unit);
-    p.last = group_of(units, p.groups, unit + n - 1);
-    return p;
-}
-/* Slot of group c's piece, -1 if it has none. */
-DKV__DEVICE int piece_slot(const Pieces &p, int c) {
-    if (c > p.last) return -1;
-    int begin = share(p.units, p.groups, c), end = share(p.units, p.groups, c + 1);
-    return begin == end ? -1 : 2 * (c * p.blocks + p.m) + (begin < p.unit);
-}
-/* By a whole warp. */
-DKV__DEVICE int piece_count(const Pieces &p) {
-    int n = 0;
-    for (int c = p.first; c <= p.last; c += 32) n += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
-    return n;
-}
-
 /* ---- rows ---- */
 
 struct Row { int64_t i; int h; bool real; }; /* query, head */
 DKV__DEVICE Row row_of(const Piece &p, int r) {
-    int x = p.member + r, i = (int)(((float)x + 0.5f) * __frcp_rn((float)p.G)); /* x / G, exact for x < 2^20 */
+    int x = p.member + r, i = (int)(((float)x + 0.5f) * p.inverse); /* x / G, exact for x < 2^20 */
     return Row{p.query + i, p.g * p.G + (x - i * p.G), p.query + i < p.N_q};
 }
 /* Tail rows that query row r sees. */
@@ -823,45 +843,57 @@ DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, floa
     return sum == 0.0f ? 0.0f : weight / sum; /* no key at all: 0 */
 }
 
-template <int N> DKV__DEVICE void store_out(const Attention &a, const Row &row, int j, const float (&x)[N]) {
-    char *p = at(a.out, row.i, row.h) + j * a.out.stride_dim;
-    if (!row.real || j >= a.d_v) return;
-    if (a.out_vector && a.out.type != DKV_F32) {
+template <int N> DKV__DEVICE void store_out(const dkv_tensor &out, bool vector, int d, const Row &row, int j,
+                                            const float (&x)[N]) {
+    char *p = at(out, row.i, row.h) + j * out.stride_dim;
+    if (!row.real || j >= d) return;
 #pragma unroll
-        for (int u = 0; u < N; u += 2) {
-            *(uint32_t *)(p + 2 * u) = a.out.type == DKV_F16 ? pair_of<__half>(x[u], x[u + 1])
-                                                              : pair_of<__nv_bfloat16>(x[u], x[u + 1]);
-        }
-    } else {
-#pragma unroll
-        for (int u = 0; u < N; u++) set_element(p + u * a.out.stride_dim, a.out.type, x[u]);
+    for (int u = 0; u < N; u += 2) {
+        if (vector && out.type == DKV_F32) *(float2 *)(p + 4 * u) = float2{x[u], x[u + 1]};
+        else if (vector && out.type == DKV_F16) *(uint32_t *)(p + 2 * u) = pair_of<__half>(x[u], x[u + 1]);
+        else if (vector) *(uint32_t *)(p + 2 * u) = pair_of<__nv_bfloat16>(x[u], x[u + 1]);
+        else set_pair(p + u * out.stride_dim, out.stride_dim, out.type, x[u], x[u + 1]);
     }
 }
 
 /* Merges row r of an item's pieces, by one warp. A piece without a finite logit holds zeros, or NaN to pass on. */
 template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
                                                      const float *slots) {
-    constexpr int N = D / 32, SLOT = M * (D + 2);
-    const int     lane = threadIdx.x & 31;
+    constexpr int N = D / 32, SLOT = M * (D + 2), FLIGHT = 64 / N < 16 ? 64 / N : 16; /* slots whose loads are in flight */
+    const int     lane = threadIdx.x & 31, n = p.last - p.first + 1;
     float         top = -INFINITY, sum = 0.0f, o[N] = {};
-    for (int c = p.first + lane; c <= p.last; c += 32) {
-        int slot = piece_slot(p, c);
+    for (int c = p.first + 32; n > 32 && c <= p.last; c += 32) { /* the first 32 are read once, below */
+        int slot = piece_slot(p, c + lane);
         if (slot >= 0) top = fmaxf(top, __ldcg(slots + (int64_t)slot * SLOT + M * D + r));
     }
-    for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-    for (int c = p.first; c <= p.last; c += 32) {
-        int          slot = piece_slot(p, c + lane);
+    for (int c = 0; c < n; c += 32) {
+        int          slot = piece_slot(p, p.first + c + lane);
         const float *s = slots + (int64_t)most(slot, 0) * SLOT;
-        float        own = slot < 0 ? 0.0f : __ldcg(s + M * D + r), part = slot < 0 ? 0.0f : __ldcg(s + M * (D + 1) + r);
-        float        weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
-        sum += slot < 0 ? 0.0f : weight * part;
-#pragma unroll 4
-        for (int j = 0; j < least(p.last - c + 1, 32); j++) {
-            int          from = __shfl_sync(~0u, slot, j);
-            float        w = __shfl_sync(~0u, weight, j);
-            const float *x = slots + (int64_t)most(from, 0) * SLOT + r * D + lane * N;
+        float        own = slot < 0 ? -INFINITY : __ldcg(s + M * D + r), part = slot < 0 ? 0.0f : __ldcg(s + M * (D + 1) + r);
+        if (c == 0) {
+            top = fmaxf(top, own);
+            for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+        }
+        float weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
+        sum += weight * part;
+        weight = slot < 0 ? 0.0f : weight;
+        for (int j = 0; j < least(n - c, 32); j += FLIGHT) {
+            float x[FLIGHT][N];
 #pragma unroll
-            for (int u = 0; u < N; u++) o[u] += from < 0 ? 0.0f : w * __ldcg(x + u);
+            for (int k = 0; k < FLIGHT; k++) {
+                int from = __shfl_sync(~0u, slot, j + k);
+#pragma unroll
+                for (int u = 0; u < N; u += 2) {
+                    float2 y = from < 0 ? float2{0.0f, 0.0f} : __ldcg((const float2 *)(slots + (int64_t)from * SLOT + r * D + lane * N + u));
+                    x[k][u] = y.x, x[k][u + 1] = y.y;
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < FLIGHT; k++) {
+                float w = __shfl_sync(~0u, weight, j + k);
+#pragma unroll
+                for (int u = 0; u < N; u++) o[u] += w * x[k][u];
+            }
         }
     }
     for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
@@ -870,7 +902,7 @@ template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const R
     weight = __shfl_sync(~0u, weight, 0);
 #pragma unroll
     for (int u = 0; u < N; u++) o[u] *= weight;
-    store_out<N>(a, row, lane * N, o);
+    store_out<N>(a.out, a.out_vector, a.d_v, row, lane * N, o);
 }
 
 /* ---- softmax of a tile, in registers ---- */
@@ -959,7 +991,7 @@ template <int TYPE, int D, int RW> struct MmaShape {
     static constexpr int STAGE = TILE * D * 2;
     static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 6 : 3;
     static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart: no conflicts */
-    static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 16 * 16;
+    static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 256 + 2 * (int)sizeof(Piece);
 };
 
 /* One stage <- rows of a source, from row on; by one warp. */
@@ -1008,46 +1040,54 @@ DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uin
    8-bit keys come as 4 adjacent elements a thread, so 16 elements of q lie in the order that mma pairs them with. */
 template <class T, int D, int M, int WARPS>
 DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scaled, bool fp8) {
-    constexpr int    N = D / 32;
+    constexpr int    N = D / 32, ROWS = M / WARPS, STEP = ROWS < 4 ? ROWS : 4; /* rows whose loads are in flight together */
     const Attention &a = *p.a;
-    constexpr int    ROWS = M / WARPS;
     const int        warp = threadIdx.x / 32, lane = threadIdx.x & 31, d = a.d_k;
     const float     *scale = a.k_scale + (int64_t)p.g * a.k_pitch, own = a.scale;
     const dkv_tensor t = a.q;
-    const bool       direct = a.q_vector && t.type == Name<T>::type;
+    const bool       direct = a.q_vector && t.type == Name<T>::type, inside = lane * N < d; /* 8 | d and N | 8 */
     float            w[N];
 #pragma unroll
-    for (int u = 0; u < N; u++) w[u] = !scaled ? 1.0f : lane * N + u < d ? scale[lane * N + u] * (fp8 ? 256.0f : 1.0f) : 0.0f;
-#pragma unroll 4
-    for (int k = 0; k < ROWS; k++) {
-        const int   r = warp * ROWS + k;
-        const Row   row = row_of(p, r);
-        const bool  real = row.real && lane * N < d; /* d is a multiple of 8 and N divides 8 */
-        const char *from = at(t, row.i, row.h);
-        T           raw[N];
-        float       x[N], peak = 0.0f;
-        if (direct) {
+    for (int u = 0; u < N; u++) w[u] = !scaled ? 1.0f : inside ? scale[lane * N + u] * (fp8 ? 256.0f : 1.0f) : 0.0f;
+    for (int k0 = 0; k0 < ROWS; k0 += STEP) {
+        uint32_t raw[STEP][N / 2];
+        float    x[STEP][N];
 #pragma unroll
-            for (int u = 0; u < N; u += 2) ((uint32_t *)raw)[u / 2] = real ? ((const uint32_t *)from)[(lane * N + u) / 2] : 0;
+        for (int k = 0; k < STEP; k++) {
+            const Row   row = row_of(p, warp * ROWS + k0 + k);
+            const char *from = at(t, row.i, row.h);
+#pragma unroll
+            for (int u = 0; u < N; u += 2) {
+                const bool real = row.real && inside;
+                raw[k][u / 2] = direct && real ? ((const uint32_t *)from)[(lane * N + u) / 2] : 0;
+                if (direct) continue;
+                x[k][u] = real ? element_called(from + (lane * N + u) * t.stride_dim, t.type) : 0.0f;
+                x[k][u + 1] = real ? element_called(from + (lane * N + u + 1) * t.stride_dim, t.type) : 0.0f;
+            }
         }
 #pragma unroll
-        for (int u = 0; u < N; u++) {
-            if (direct) x[u] = (float)raw[u] * w[u];
-            else x[u] = real ? element(from + (lane * N + u) * t.stride_dim, t.type) * w[u] : 0.0f;
-            peak = fmaxf(peak, fabsf(x[u]));
-        }
-        int shift = 0; /* of the exponent: the largest element becomes 2^13 .. 2^14 */
-        if (scaled) {
-            for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
-            if (peak >= 1.17549435e-38f && peak < INFINITY) shift = least(13 + 127 - (int)(__float_as_uint(peak) >> 23), 120);
-        }
-        if (lane == 0) factor[r] = own * __uint_as_float((uint32_t)(127 - shift) << 23);
-        float lift = __uint_as_float((uint32_t)(127 + shift) << 23);
+        for (int k = 0; k < STEP; k++) {
+            const int r = warp * ROWS + k0 + k;
+            float     peak = 0.0f;
+            int       shift = 0; /* of the exponent: the largest element becomes 2^13 .. 2^14 */
 #pragma unroll
-        for (int u = 0; u < N; u++) {
-            int j = lane * N + u, i = j & 15;
-            if (scaled) j = (j & ~15) | (i & 2) * 4 | i / 4 * 2 | (i & 1); /* d = 4t + e -> 2t + e, or 8 + 2t + e - 2 */
-            *(T *)(to + tile_offset<128, M>(r, j / 8) + (j & 7) * 2) = (T)(x[u] * lift);
+            for (int u = 0; u < N; u++) {
+                if (direct) x[k][u] = (float)((const T *)&raw[k][u / 2])[u & 1];
+                x[k][u] *= w[u];
+                peak = fmaxf(peak, fabsf(x[k][u]));
+            }
+            if (scaled) {
+                for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
+                if (peak >= 1.17549435e-38f && peak < INFINITY) shift = least(13 + 127 - (int)(__float_as_uint(peak) >> 23), 120);
+            }
+            if (lane == 0) factor[r] = own * __uint_as_float((uint32_t)(127 - shift) << 23);
+            const float lift = __uint_as_float((uint32_t)(127 + shift) << 23);
+#pragma unroll
+            for (int u = 0; u < N; u += 2) {
+                int j = lane * N + u, i = j & 15;
+                if (scaled) j = (j & ~15) | (i & 2) * 4 | i / 4 * 2; /* d = 4t + e -> 2t + e, or 8 + 2t + e - 2 */
+                *(uint32_t *)(to + tile_offset<128, M>(r, j / 8) + (j & 7) * 2) = pair_of<T>(x[k][u] * lift, x[k][u + 1] * lift);
+            }
         }
     }
 }
@@ -1207,6 +1247,9 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
         if (!p.whole) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
         else if (q.real) weight[row] = finish_row(*p.a, q, all, total);
     }
+    const dkv_tensor out = p.a->out;
+    const bool       vector = p.a->out_vector;
+    const int        d = p.a->d_v;
     for (int d0 = 0; d0 < D; d0 += 32) {
 #pragma unroll
         for (int n = 0; n < D / 8; n++) { /* registers want constant indices */
@@ -1224,7 +1267,7 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
                 x[0] += y.x, x[1] += y.y;
             }
             x[0] *= weight[row], x[1] *= weight[row];
-            if (p.whole) store_out<2>(*p.a, row_of(p, row), d0 + j, x);
+            if (p.whole) store_out<2>(out, vector, d, row_of(p, row), d0 + j, x);
             else *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
         }
         named_sync(1, S::THREADS);
@@ -1232,27 +1275,21 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
 }
 
 /* The CTA that finds itself the last of an item's pieces merges them all, in order; by all consumer warps. */
-template <class S, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, const Walk &x, int *flag) {
-    constexpr int M = S::M;
-    Pieces q = pieces_of(w, p.unit, item_units(w, w.items[p.item]), x.units, p.m, gridDim.x);
+template <class S, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, int *flag) {
     named_sync(1, S::THREADS);
-    if (threadIdx.x < 32) {
-        int pieces = piece_count(q);
-        if (threadIdx.x == 0) {
-            __threadfence(); /* of all the warps' writes before the barrier */
-            *flag = atomicAdd(w.arrived + p.item, 1) == pieces - 1;
-            if (*flag) w.arrived[p.item] = 0;
-            __threadfence();
-        }
+    if (threadIdx.x == 0) {
+        __threadfence(); /* of all the warps' writes before the barrier */
+        *flag = atomicAdd(w.arrived + p.item, 1) == p.all.count - 1;
+        if (*flag) w.arrived[p.item] = 0;
+        __threadfence();
     }
     named_sync(1, S::THREADS);
     if (*flag) {
-        for (int r = threadIdx.x / 32; r < M; r += S::WARPS) {
+        for (int r = threadIdx.x / 32; r < S::M; r += S::WARPS) {
             Row row = row_of(p, r);
-            if (row.real) combine_row<M, D>(*p.a, row, r, q, w.slots);
+            if (row.real) combine_row<S::M, D>(*p.a, row, r, p.all, w.slots);
         }
     }
-    named_sync(1, S::THREADS);
 }
 
 template <int TYPE, int D, int RW>
@@ -1265,13 +1302,16 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     char     *ring = shared, *q = ring + w.stages * S::STAGE;
     float    *red = (float *)(q + M * D * 2), *tops = red + S::RED / 4, *sums = tops + 128, *weight = sums + 128;
     uint64_t *full = (uint64_t *)(weight + 128), *empty = full + S::MOST_STAGES;
-    int      *flag = (int *)(empty + S::MOST_STAGES);
+    uint64_t *piece_full = empty + S::MOST_STAGES, *piece_empty = piece_full + 2;
+    int      *flag = (int *)(piece_empty + 2);
+    Piece    *pieces = (Piece *)(full + 32); /* what to do comes from the producer; no attention: the end */
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < w.stages; i++) {
             bar_init(full + i, w.tma ? 1 : 32);
             bar_init(empty + i, S::WARPS);
         }
+        for (int i = 0; i < 2; i++) bar_init(piece_full + i, 1), bar_init(piece_empty + i, S::WARPS);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -1280,8 +1320,7 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
 #if __CUDA_ARCH__ >= 900
     let_next_start();
 #endif
-    Walk     walk = walk_begin(w);
-    Piece    p;
+    Ring<2>  turn;
     int      stage = 0;
     uint32_t phase = 0;
 
@@ -1291,14 +1330,36 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
 #endif
-        while (walk_next<M>(walk, p, w)) {
+        touch(w.attentions, w.items, w.lengths, lane);
+#if __CUDA_ARCH__ >= 900
+        if (w.tma && lane < SOURCES) tma_acquire(&w.attentions->map[lane]); /* most batches are of one */
+        known = w.attentions;
+        __syncwarp();
+#endif
+        Walk  walk = walk_begin(w);
+        Piece p;
+        for (;; turn.next()) {
+            if (!walk_next<M>(walk, p, w)) p.a = NULL;
+            else if (!p.whole && p.tile >= p.end) complete(p, walk, w);
+            bar_wait(piece_empty + turn.stage, turn.phase ^ 1);
+            if (lane == 0) {
+                pieces[turn.stage] = p;
+                bar_arrive(piece_full + turn.stage);
+            }
+            if (!p.a) return;
 #if __CUDA_ARCH__ >= 900
             if (w.tma && p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
             known = p.a;
             __syncwarp();
 #endif
+            const int full_ring = least(2 * p.tile + w.stages, 2 * p.end) - 1;
             for (int i = 2 * p.tile; i < 2 * p.end; i++) {
                 int tile = i / 2, v = i & 1;
+                if (i == full_ring && !p.whole) { /* seen by all with the tile that follows */
+                    complete(p, walk, w);
+                    if (lane == 0) pieces[turn.stage].all = p.all;
+                    __syncwarp();
+                }
                 bar_wait(empty + stage, phase ^ 1);
                 char *to = ring + stage * S::STAGE;
                 if (tile < p.context) {
@@ -1309,7 +1370,6 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
                 if (++stage == w.stages) stage = 0, phase ^= 1;
             }
         }
-        return;
     }
 
     const int rw = warp % RW, tw = warp / RW, r = lane / 4;
@@ -1317,7 +1377,10 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
         __syncwarp();
         if (lane == 0) bar_arrive(empty + i);
     };
-    while (walk_next<M>(walk, p, w)) {
+    for (;; turn.next()) {
+        const Piece &p = pieces[turn.stage];
+        bar_wait(piece_full + turn.stage, turn.phase);
+        if (!p.a) return;
         float         top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 8][4] = {}, factor[2];
         const float   softcap = p.a->softcap;
         const int64_t visible[2] = {row_sees(p, 16 * rw + r), row_sees(p, 16 * rw + r + 8)};
@@ -1381,7 +1444,9 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
         }
         named_sync(1, S::THREADS); /* weight held the rows' factors */
         finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, weight);
-        if (!p.whole && w.arrived) combine_last<S, D>(p, w, walk, flag);
+        if (!p.whole && w.arrived) combine_last<S, D>(p, w, flag);
+        __syncwarp();
+        if (lane == 0) bar_arrive(piece_empty + turn.stage);
     }
 }
 
@@ -1540,7 +1605,10 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
         Ring<2>      q;
         Walk         walk;
         const Attention *known = NULL; /* whose tensor maps may be used */
-        if (warp == 1) walk = walk_begin(w);
+        if (warp == 1) {
+            touch(w.attentions, w.items, w.lengths, lane);
+            walk = walk_begin(w);
+        }
         for (;; q.next()) {
             if (warp == 1) { /* says what is next */
                 Piece next;
@@ -1689,11 +1757,17 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                     }
                 }
             } else {
+                const dkv_tensor out = p.a->out;
+                const bool       vector = p.a->out_vector;
+                const int        d = p.a->d_v;
+                const Row        row[2] = {row_of(p, r), row_of(p, r + 8)};
 #pragma unroll
                 for (int n = 0; n < D / 8; n++) {
-                    float x[2] = {o[n][0] * last[0], o[n][1] * last[0]}, y[2] = {o[n][2] * last[1], o[n][3] * last[1]};
-                    store_out<2>(*p.a, row_of(p, r), 8 * n + 2 * t, x);
-                    store_out<2>(*p.a, row_of(p, r + 8), 8 * n + 2 * t, y);
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        float x[2] = {o[n][2 * i] * last[i], o[n][2 * i + 1] * last[i]};
+                        store_out<2>(out, vector, d, row[i], 8 * n + 2 * t, x);
+                    }
                 }
             }
             named_sync(4 + own, 128);
@@ -1709,11 +1783,11 @@ template <int M, int D> __global__ void __launch_bounds__(256) combine(const __g
 #if __CUDA_ARCH__ >= 900
     let_next_start();
 #endif
-    const int item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
+    const int    item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
     const Item  &x = w.items[item];
     int          units, unit = units_before(w, item, &units);
-    const Pieces q = pieces_of(w, unit, item_units(w, x), units, blockIdx.z, ctas);
-    if (q.first == q.last) return;
+    const Pieces q = pieces_of(unit, item_units(w, x), units, ctas / w.blocks, w.blocks, blockIdx.z);
+    if (q.count == 1) return;
     const int R = (int)blockIdx.z * M + r, i = R / x.G;
     const Row row = {i, x.g * x.G + R - i * x.G, i < x.N_q};
     if (row.real) combine_row<M, D>(w.attentions[x.a], row, r, q, w.slots);
