@@ -585,6 +585,8 @@ static const Case cases[] = {
     {"suffix 8 over 128K", DKV_BF16, 1, 128 * K, 1, 8, 8},
     {"suffix 32 over 128K", DKV_BF16, 1, 128 * K, 1, 32, 32},
     {"suffix 128 over 128K", DKV_BF16, 1, 128 * K, 1, 128, 128},
+    {"suffix 2 over 40% of 128K", DKV_BF16, 1, 128 * K, 0.4, 2, 2},
+    {"suffix 4 over 40% of 128K", DKV_BF16, 1, 128 * K, 0.4, 4, 4},
     {"suffix 8 over 40% of 128K", DKV_BF16, 1, 128 * K, 0.4, 8, 8},
     {"suffix 32 over 40% of 128K", DKV_BF16, 1, 128 * K, 0.4, 32, 32},
     {"suffix 128 over 40% of 128K", DKV_BF16, 1, 128 * K, 0.4, 128, 128},

@@ -505,7 +505,7 @@ for _N in (2, 4, 8):
     row_of(f"suffix {_N} over 128K", attention_row, BF16, 128 * K, _N, ["fa3"], [("uniform decode B1 128K", 1.05)])
 for _N in (32, 128):
     row_of(f"suffix {_N} over 128K", attention_row, BF16, 128 * K, _N, ["fa3", "flash"], [("fa3", 1.02)])
-for _N in (8, 32, 128):
+for _N in (2, 4, 8, 32, 128):
     row_of(f"suffix {_N} over 40% of 128K", ragged_row, 128 * K, 0.4, _N, _N, [("fa3", 0.46)], True)
 for _type in (FP8, I8):
     for _B, _T, _bar in ((1, 64, 3.3), (1, 128, 3.7), (8, 128, 4.0)):
