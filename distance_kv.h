@@ -748,6 +748,9 @@ DKV__INLINE int64_t dkv__v_width(int64_t d) { return dkv__round_up(d, 16); }
 #define DKV__AHEAD 16384
 #define DKV__ROWS 24 /* query rows that share a pass over a tile */
 
+/* alpha of rows that were scaled before */
+static const float dkv__ones[DKV__ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 /* ---- exp ---- */
 
 #define DKV__EXP_MIN (-87.33f) /* e^x below is subnormal: taken as 0 */
@@ -894,9 +897,6 @@ DKV__PRIVATE void dkv__axpy_scalar(float *o, float w, const float *x, int64_t n)
     case DKV_I8: { const dkv_type T = DKV_I8; call; } break;    \
     case DKV_FP8: { const dkv_type T = DKV_FP8; call; } break;  \
     }
-
-/* alpha of every strip but the first */
-static const float dkv__ones[DKV__ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 #define DKV__AVX2        __attribute__((target("avx2,fma,f16c")))
 #define DKV__AVX2_INLINE static inline __attribute__((always_inline, unused, target("avx2,fma,f16c")))
@@ -2566,25 +2566,45 @@ DKV__PRIVATE dkv__keys dkv__tile_keys(const dkv__item *it, int64_t tile, const d
     return y;
 }
 
-/* Scores, softmax and output of one tile for all rows of the item, in groups that see equally many of its keys. A key
-   that a row does not see is never multiplied, so what lies there (a later query's NaN) cannot reach it. */
+/* Keys of a tile that row r of the item sees: ascending in r. */
+DKV__INLINE int64_t dkv__seen(const dkv__item *it, const dkv__keys *y, int64_t r) {
+    if (!y->tail) return y->n;
+    return dkv__min(dkv__visible(it->a, it->g, (it->row + r) / (it->a->H / it->a->Hkv)) - y->start, y->n);
+}
+
+/* Of rows from r on and below end, the first that belongs to another query. */
+DKV__INLINE int64_t dkv__query_end(const dkv__item *it, int64_t r, int64_t end) {
+    const int64_t G = it->a->H / it->a->Hkv;
+    return dkv__min(((it->row + r) / G + 1) * G - it->row, end);
+}
+
+/* Scores, softmax and output of one tile for all rows of the item, in groups that share a pass over its keys: the keys
+   that all rows of a group see, then for each query those that only it and later ones see. A value that a row does not
+   see is never multiplied, so what lies there (a later query's NaN) cannot reach it. */
 DKV__PRIVATE void dkv__attend_tile(const dkv__item *it, const dkv__keys *y, const dkv__scratch *x,
                                    const dkv__kernels *f) {
-    const dkv_attention *a = it->a;
-    const int64_t        G = a->H / a->Hkv, wv = dkv__v_width(a->d_v);
-    float                alpha[DKV__ROWS];
-    for (int64_t r = 0, m; r < it->rows; r += m) {
-        int64_t n = y->n, end = it->rows; /* of the rows that see n keys, the first not to */
-        if (y->tail) {
-            int64_t i = (it->row + r) / G, seen = dkv__visible(a, it->g, i) - y->start;
-            if (seen < n) end = dkv__min((i + 1) * G - it->row, end);
-            n = dkv__min(seen, n);
+    const int64_t wv = dkv__v_width(it->a->d_v), v_row = dkv__v_row_bytes(y->type, it->a->d_v);
+    float         alpha[DKV__ROWS];
+    for (int64_t r = 0, end; r < it->rows; r = end) {
+        const int64_t all = dkv__seen(it, y, r), common = all - all % 2; /* bf16 values come in pairs of keys */
+        end = dkv__min(r + DKV__ROWS, it->rows);
+        if (all <= 0) {
+            end = dkv__query_end(it, r, end);
+            continue;
         }
-        m = dkv__min(end - r, DKV__ROWS);
-        if (n <= 0) continue;
-        f->scores(x->s, x->q + r * x->wk, x->wk, m, y->k, y->type, a->d_k, n);
-        f->softmax(x->s, x->max + r, x->sum + r, alpha, m, n, a->softcap);
-        f->mix(x->o + r * wv, wv, x->s, alpha, m, y->v, y->type, wv, n);
+        f->scores(x->s, x->q + r * x->wk, x->wk, end - r, y->k, y->type, it->a->d_k, dkv__seen(it, y, end - 1));
+        for (int64_t i = r, next; i < end; i = next) {
+            next = y->tail ? dkv__query_end(it, i, end) : end;
+            f->softmax(x->s + (i - r) * DKV__TILE, x->max + i, x->sum + i, alpha + (i - r), next - i,
+                       dkv__seen(it, y, i), it->a->softcap);
+        }
+        if (common) f->mix(x->o + r * wv, wv, x->s, alpha, end - r, y->v, y->type, wv, common);
+        for (int64_t i = r, next; i < end; i = next) {
+            next = y->tail ? dkv__query_end(it, i, end) : end;
+            const int64_t rest = dkv__seen(it, y, i) - common;
+            if (rest) f->mix(x->o + i * wv, wv, x->s + (i - r) * DKV__TILE + common, common ? dkv__ones : alpha + (i - r),
+                             next - i, y->v + common * v_row, y->type, wv, rest);
+        }
     }
 }
 
