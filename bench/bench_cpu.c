@@ -513,12 +513,12 @@ static void run_rows(const char *only) {
 static void set_isa(const char *name) {
     int i = 0;
     while (i < DKV_SIMD_COUNT && strcmp(name, dkv_simd_name((dkv_simd)i))) i++;
-    if (i == DKV_SIMD_COUNT) die("--isa takes scalar, avx2 or avx512, not '%s'", name);
+    if (i == DKV_SIMD_COUNT) die("--isa takes scalar, avx2, avx512 or amx, not '%s'", name);
     if ((int)dkv_simd_limit((dkv_simd)i) != i) die("this processor has no %s", name);
 }
 
 static const char usage[] =
-    "usage: bench_cpu [--json FILE] [--only TEXT] [--quick] [--threads N] [--isa scalar|avx2|avx512]\n"
+    "usage: bench_cpu [--json FILE] [--only TEXT] [--quick] [--threads N] [--isa scalar|avx2|avx512|amx]\n"
     "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"32/8 d128\", \"128K bf16\"\n"
     "  --quick      few rows and runs, a minute\n"
     "  --isa        limits ours; peers use what they find\n";
