@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "model.h"
 #include "quant.h"
+#include "team.h"
 
 #include <cblas.h>
 #include <math.h>
@@ -59,6 +60,7 @@ struct lm_model {
     lm_params p;
     gguf *file;
     int threads;
+    team *team;               /* decodes; OpenMP's threads prefill */
     layer *layers;            /* [L] */
     const gguf_tensor *embed; /* [V][E] */
     weight output;            /* [V][E] */
@@ -138,11 +140,22 @@ static void gemm(float *y, int64_t ldy, const float *x, const float *w, int64_t 
 }
 
 /* One row by the weights as they are: each is read once. */
+typedef struct {
+    float *const *y;
+    const weight *w;
+    int n_w;
+    quant_vec x;
+} matvec_work;
+
+static void matvec_part(void *arg, int ith, int nth) {
+    const matvec_work *a = arg;
+    for (int k = 0; k < a->n_w; k++) quant_matvec(a->y[k], &a->w[k].mat, &a->x, ith, nth);
+}
+
 static void matvec(const lm_model *m, float *const *y, const weight *w, int n_w, const float *x) {
-    quant_vec v;
-    quant_vec_set(&v, m->vec, x, w->mat.cols);
-    #pragma omp parallel
-    for (int k = 0; k < n_w; k++) quant_matvec(y[k], &w[k].mat, &v, omp_get_thread_num(), omp_get_num_threads());
+    matvec_work work = {.y = y, .w = w, .n_w = n_w};
+    quant_vec_set(&work.x, m->vec, x, w->mat.cols);
+    team_run(m->team, team_size(m->team), matvec_part, &work);
 }
 
 /* y[k][n][rows of w k] = x[n][cols] W_k^T + bias_k, for n_w weights of one input; f32: the layer's, NULL if n = 1 */
@@ -250,7 +263,7 @@ static bool op_attend(lm_model *m, dkv_cache *cache, int kv_layer, const activat
     const dkv_shape *s = &m->p.shape;
     dkv_tensor q = dkv_thd(a->q, DKV_F32, s->H, s->d_k), o = dkv_thd(a->o, DKV_F32, s->H, s->d_v);
     dkv_attention call = dkv_cache_attention(cache, kv_layer, q, n, o);
-    dkv_parallel threads = {run_threads, NULL, m->threads};
+    dkv_parallel threads = {n > 1 ? run_threads : team_run, m->team, m->threads};
     size_t bytes;
     dkv_result r = dkv_attend_size(&bytes, &call, 1, m->threads);
     if (!r && bytes > m->workspace_bytes) {
@@ -708,6 +721,8 @@ int lm_open(lm_model **out, const char *path, int threads, char *err, size_t err
     m->threads = threads;
     omp_set_num_threads(threads);
     openblas_set_num_threads(1); /* see gemm */
+    m->team = team_open(threads);
+    if (!m->team) return snprintf(err, err_size, "no %d threads", threads), lm_close(m), -1;
     if (gguf_open(&m->file, path, err, err_size)) return lm_close(m), -1;
     bool ok = load(&o);
     free(o.used);
@@ -721,6 +736,7 @@ int lm_open(lm_model **out, const char *path, int threads, char *err, size_t err
 
 void lm_close(lm_model *m) {
     if (!m) return;
+    team_close(m->team);
     if (m->packed) munmap(m->packed, m->packed_bytes);
     free(m->one.block);
     free(m->vec);
