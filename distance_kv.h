@@ -180,8 +180,9 @@ typedef enum dkv_simd {
     DKV_SIMD_SCALAR = 0, DKV_SIMD_AVX2 = 1, DKV_SIMD_AVX512 = 2, DKV_SIMD_AMX = 3, DKV_SIMD_COUNT
 } dkv_simd;
 
-DKV_API dkv_simd    dkv_simd_supported(void);      /* highest level that CPU and operating system offer; asks Linux for
-                                                      the permission that AMX needs */
+/* AMX needs Linux's permission, which is asked for, once and for the whole process, by the first of these calls that may
+   use it; then alternate signal stacks must hold its 8 KB too. dkv_simd_limit(DKV_SIMD_AVX512) first: never asked. */
+DKV_API dkv_simd    dkv_simd_supported(void);      /* highest level that CPU and operating system offer */
 DKV_API dkv_simd    dkv_simd_level(void);          /* the level in use */
 DKV_API dkv_simd    dkv_simd_limit(dkv_simd max);  /* use at most max from now on; returns the level then in use */
 DKV_API const char *dkv_simd_name(dkv_simd level); /* "scalar", "avx2", "avx512", "amx" */
@@ -1622,7 +1623,9 @@ DKV_API const char *dkv_simd_name(dkv_simd level) {
     return (unsigned)level < DKV_SIMD_COUNT ? names[level] : "?";
 }
 
-DKV_API dkv_simd dkv_simd_supported(void) {
+/* The highest level that there is; AMX only if it is within max. */
+DKV__PRIVATE dkv_simd dkv__simd_best(dkv_simd max) {
+    (void)max;
 #ifdef DKV__X86
     unsigned a, b, c, d, xcr0, xcr0_high;
     const unsigned need1 = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
@@ -1632,14 +1635,16 @@ DKV_API dkv_simd dkv_simd_supported(void) {
     if (!(b >> 16 & 1u) || (xcr0 & 0xe6u) != 0xe6u) return DKV_SIMD_AVX2;
     const unsigned tiles = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE; and AVX-512 BW */
     if (!(b >> 30 & 1u) || (d & tiles) != tiles || (xcr0 & 0x60000u) != 0x60000u) return DKV_SIMD_AVX512;
-    return dkv__tiles_permitted() ? DKV_SIMD_AMX : DKV_SIMD_AVX512;
+    return max >= DKV_SIMD_AMX && dkv__tiles_permitted() ? DKV_SIMD_AMX : DKV_SIMD_AVX512;
 #else
     return DKV_SIMD_SCALAR;
 #endif
 }
 
+DKV_API dkv_simd dkv_simd_supported(void) { return dkv__simd_best(DKV_SIMD_AMX); }
+
 DKV_API dkv_simd dkv_simd_limit(dkv_simd max) {
-    dkv_simd best = dkv_simd_supported(), level = max < best ? max : best;
+    dkv_simd best = dkv__simd_best(max), level = max < best ? max : best;
     DKV__ATOMIC_STORE(&dkv__level, (int)level);
     return level;
 }
