@@ -180,8 +180,8 @@ typedef enum dkv_simd {
     DKV_SIMD_SCALAR = 0, DKV_SIMD_AVX2 = 1, DKV_SIMD_AVX512 = 2, DKV_SIMD_AMX = 3, DKV_SIMD_COUNT
 } dkv_simd;
 
-/* AMX needs Linux's permission, which is asked for, once and for the whole process, by the first of these calls that may
-   use it; then alternate signal stacks must hold its 8 KB too. dkv_simd_limit(DKV_SIMD_AVX512) first: never asked. */
+/* AMX needs Linux's permission, which the first of these calls that may use it asks for, for the whole process; then
+   alternate signal stacks must hold its 8 KB too. dkv_simd_limit(DKV_SIMD_AVX512) first: never asked. */
 DKV_API dkv_simd    dkv_simd_supported(void);      /* highest level that CPU and operating system offer */
 DKV_API dkv_simd    dkv_simd_level(void);          /* the level in use */
 DKV_API dkv_simd    dkv_simd_limit(dkv_simd max);  /* use at most max from now on; returns the level then in use */

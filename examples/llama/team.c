@@ -7,8 +7,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-/* Some 10 microseconds, then some 200 where nothing else wants to run. Decoding at 300 tokens on 2 cores, alone and beside
-   four busy programs: 293 and 51 tokens/s; 1000 and 200: 292 and 34; libgomp with 1000 spins: 260 and 33. */
+/* Some 10 microseconds, then some 200 where nothing else wants to run. Decoding at 300 tokens on 2 cores, alone and
+   beside four busy programs: 293 and 51 tokens/s; 1000 and 200: 292 and 34; libgomp with 1000 spins: 260 and 33. */
 enum { SPINS = 200, YIELDS = 1000 };
 
 typedef struct member {
