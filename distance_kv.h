@@ -40,7 +40,7 @@
    CONTENTS: grep for the tag
      [API]      all public types and functions; stop after it if you only want to use the library
      [BASE]     compiler, 16- and 8-bit elements, little-endian bytes, CRC, allocator
-     [SIMD]     leaf kernels: scalar, AVX2+FMA+F16C, AVX-512; one table, chosen at run time
+     [SIMD]     leaf kernels: scalar, AVX2+FMA+F16C, AVX-512, AMX; one table, chosen at run time
      [PATTERN]  the pattern file: read in place, checked, written
      [BINS]     position <-> relative-distance bin
      [UNION]    query-head bits -> KV-head bits
@@ -180,12 +180,16 @@ DKV_API uint32_t dkv_crc32(uint32_t crc, const void *data, size_t bytes);
 
 /* ---- SIMD level ---------------------------------------------------------- */
 
-typedef enum dkv_simd { DKV_SIMD_SCALAR = 0, DKV_SIMD_AVX2 = 1, DKV_SIMD_AVX512 = 2, DKV_SIMD_COUNT } dkv_simd;
+typedef enum dkv_simd {
+    DKV_SIMD_SCALAR = 0, DKV_SIMD_AVX2 = 1, DKV_SIMD_AVX512 = 2, DKV_SIMD_AMX = 3, DKV_SIMD_COUNT
+} dkv_simd;
 
+/* AMX needs Linux's permission, which the first of these calls that may use it asks for, for the whole process; then
+   alternate signal stacks must hold its 8 KB too. dkv_simd_limit(DKV_SIMD_AVX512) first: never asked. */
 DKV_API dkv_simd    dkv_simd_supported(void);      /* highest level that CPU and operating system offer */
 DKV_API dkv_simd    dkv_simd_level(void);          /* the level in use */
 DKV_API dkv_simd    dkv_simd_limit(dkv_simd max);  /* use at most max from now on; returns the level then in use */
-DKV_API const char *dkv_simd_name(dkv_simd level); /* "scalar", "avx2", "avx512" */
+DKV_API const char *dkv_simd_name(dkv_simd level); /* "scalar", "avx2", "avx512", "amx" */
 
 /* ---- pattern ------------------------------------------------------------- */
 
@@ -793,12 +797,32 @@ DKV__INLINE dkv__range dkv__byte_range(const void *p, size_t bytes) {
    [SIMD]  leaf kernels on one tile of keys, one set per instruction set
    in:  f32 query rows (already scaled), packed K and V of a tile
    out: scores, probabilities, accumulated outputs, all f32
-   invariant: each row is summed by itself and in the same order, whatever rows share the call
+   invariant: each row is summed by itself and in the same order, whatever rows share the call; with tiles, in an order
+              that depends on its place among the rows, which is a matter of shapes
    ========================================================================== */
 
 #define DKV__BLOCK 16  /* tokens in a K block: one 512-bit register of f32 lanes */
 #define DKV__TILE  256 /* keys between two rescalings of a row; S of 24 rows and V of 64 keys stay in L1 */
+#define DKV__TILE_ROWS 16 /* rows of an AMX tile, */
+#define DKV__TILE_KEYS 32 /* and the keys (or dimensions) that a product takes at a step */
 #define DKV__STRIP 64  /* keys that mix passes over per column strip, so that V is read from memory once */
+
+/* A matrix of f32 as the sum of n matrices of bf16. */
+typedef struct dkv__parts {
+    char   *at;
+    int64_t n, bytes; /* bytes: from a part to the next */
+} dkv__parts;
+
+/* Products of parts, of at most DKV__TILE_ROWS rows; wk: d rounded up to DKV__TILE_KEYS; the rest as below. */
+typedef struct dkv__tile_kernels {
+    /* parts of [m][n], n % DKV__TILE_KEYS == 0; of packed K as [n/16][wk/2][16][2]; of packed V as [n/2][dv][2] */
+    void (*split_rows)(dkv__parts x, int64_t ldx, const float *from, int64_t ldf, int64_t m, int64_t n);
+    void (*split_k)(dkv__parts k, const void *from, dkv_type type, int64_t d, int64_t n);
+    void (*split_v)(dkv__parts v, const void *from, dkv_type type, int64_t dv, int64_t n);
+    void (*scores)(float *s, dkv__parts q, int64_t ldq, int64_t m, dkv__parts k, int64_t wk, int64_t n);
+    void (*mix)(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m, dkv__parts v, int64_t dv,
+                int64_t n); /* n % DKV__TILE_KEYS == 0 */
+} dkv__tile_kernels;
 
 /* All rows of a call see the same n keys, 1..DKV__TILE. Strides in floats; s and p rows are DKV__TILE apart. */
 typedef struct dkv__kernels {
@@ -814,6 +838,7 @@ typedef struct dkv__kernels {
     void (*axpy)(float *o, float w, const float *x, int64_t n);                    /* o[n] += w * x[n] */
     void (*load)(float *dst, const void *src, dkv_type type, int64_t n);          /* contiguous, any alignment */
     void (*store)(void *dst, dkv_type type, const float *src, int64_t n);
+    const dkv__tile_kernels *tiles; /* for calls of DKV__TILE_ROWS rows and more, or NULL */
 } dkv__kernels;
 
 /* Rows a leaf takes at once out of the rest: equal groups of at most max, so that no group of one trails. */
@@ -824,11 +849,18 @@ DKV__INLINE int dkv__k_step(dkv_type type) { return type == DKV_F32 ? 1 : dkv__s
 
 DKV__INLINE int64_t dkv__k_block_bytes(dkv_type type, int64_t d) { return dkv__ceil_div(d, dkv__k_step(type)) * 64; }
 DKV__INLINE int64_t dkv__v_width(int64_t d) { return dkv__round_up(d, 16); }
+DKV__INLINE int64_t dkv__q_width(int64_t d) { return dkv__round_up(d, DKV__TILE_KEYS); }
+
+/* Parts that are exactly a value of a 16- or 8-bit type. */
+DKV__INLINE int dkv__parts_of(dkv_type type) { return type == DKV_F16 ? 2 : 1; }
 
 /* Bytes to prefetch ahead, into L2: without it memory waits while exponentials are taken, and f16 decoding reads 6.9
    instead of 10.3 GB/s a core where plain loads read 12 (Sapphire Rapids; 4 and 8 KB ahead: 8.5 and 9.9). */
 #define DKV__AHEAD 16384
 #define DKV__ROWS 24 /* query rows that share a pass over a tile */
+
+/* alpha of rows that were scaled before */
+static const float dkv__ones[DKV__ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 /* ---- exp ---- */
 
@@ -976,9 +1008,6 @@ DKV__PRIVATE void dkv__axpy_scalar(float *o, float w, const float *x, int64_t n)
     case DKV_I8: { const dkv_type T = DKV_I8; call; } break;    \
     case DKV_FP8: { const dkv_type T = DKV_FP8; call; } break;  \
     }
-
-/* alpha of every strip but the first */
-static const float dkv__ones[DKV__ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 #define DKV__AVX2        __attribute__((target("avx2,fma,f16c")))
 #define DKV__AVX2_INLINE static inline __attribute__((always_inline, unused, target("avx2,fma,f16c")))
@@ -1471,6 +1500,184 @@ DKV__PRIVATE DKV__AVX512 void dkv__mix_avx512(float *o, int64_t ldo, const float
         DKV__BY_TYPE(type, dkv__mix_rows_avx512(o, ldo, p, alpha, m, vt, T, dv, k));
     }
 }
+
+/* ---- x86: AMX, for 16 rows and more of 16- and 8-bit keys ----
+   A value is cut off after 8 significant bits, not rounded, what remains likewise, and so on: f32 is 3 parts exactly,
+   f16 2, the other types 1. Of queries and weights 3 are taken. Of the products, only that of the last parts is left
+   out: 2^-22 of the whole at most, 2^-25 on average, and the bounds of f32 arithmetic hold. Subnormal parts count as 0;
+   infinite queries, keys and values as NaN.
+   A product of 16 rows, 16 keys and 32 dimensions takes 3 (f16: 5) times 16 cycles, where AVX-512 takes 256. f32 keys
+   would be 6 products and 3 parts to make: 1.15 times as fast as AVX-512 at 192 rows, slower at 16. */
+
+#if defined(__linux__) && defined(__LP64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define DKV__TILES (&dkv__tiles_amx)
+#define DKV__AMX   __attribute__((target("amx-tile,amx-bf16,avx512bw,avx512f,avx2,fma,f16c")))
+#define DKV__AMX_INLINE \
+    static inline __attribute__((always_inline, unused, target("amx-tile,amx-bf16,avx512bw,avx512f,avx2,fma,f16c")))
+
+/* What a part leaves of x. */
+DKV__AMX_INLINE __m512 dkv__rest16_amx(__m512 x) {
+    __m512i part = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000u));
+    return _mm512_sub_ps(x, _mm512_castsi512_ps(part));
+}
+
+DKV__PRIVATE DKV__AMX void dkv__split_rows_amx(dkv__parts x, int64_t ldx, const float *from, int64_t ldf, int64_t m,
+                                               int64_t n) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i odd = _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(0x40004)),
+                                         _mm512_set1_epi32(0x30001)); /* words 1, 3 .. 63 of a and b: high halves */
+    for (int64_t r = 0; r < m; r++, from += ldf, x.at += ldx * 2) {
+        for (int64_t i = 0; i < n; i += 32) {
+            __m512 a = _mm512_loadu_ps(from + i), b = _mm512_loadu_ps(from + i + 16);
+            for (int64_t part = 0; part < 3; part++, a = dkv__rest16_amx(a), b = dkv__rest16_amx(b)) {
+                __m512i words = _mm512_permutex2var_epi16(_mm512_castps_si512(a), odd, _mm512_castps_si512(b));
+                _mm512_storeu_si512(x.at + part * x.bytes + i * 2, words);
+            }
+        }
+    }
+}
+
+/* Lanes of a and b as pairs. */
+DKV__AMX_INLINE void dkv__split_pairs_amx(char *at, int64_t bytes, __m512 a, __m512 b, const int n) {
+    DKV__UNROLL for (int part = 0; part < n; part++, a = dkv__rest16_amx(a), b = dkv__rest16_amx(b)) {
+        __m512i high = _mm512_and_si512(_mm512_castps_si512(b), _mm512_set1_epi32((int)0xffff0000u));
+        _mm512_storeu_si512(at + part * bytes, _mm512_or_si512(high, _mm512_srli_epi32(_mm512_castps_si512(a), 16)));
+    }
+}
+
+DKV__AMX_INLINE void dkv__split_k_body_amx(dkv__parts k, const char *from, dkv_type type, int64_t d, int64_t n) {
+    const int64_t block = dkv__k_block_bytes(type, d), step = dkv__k_step(type), wk = dkv__q_width(d);
+    const __m512  zero = _mm512_setzero_ps();
+    for (int64_t t = 0; t < n; t += DKV__BLOCK, from += block) {
+        for (int64_t j = 0; j < wk; j += 2, k.at += 64) {
+            const char *line = from + j / step * 64;
+            const int   i = (int)(j % step);
+            __m512      a = j < d ? dkv__k16_avx512(line, type, i) : zero;
+            __m512      b = j < d ? dkv__k16_avx512(line, type, i + 1) : zero;
+            dkv__split_pairs_amx(k.at, k.bytes, a, b, dkv__parts_of(type));
+        }
+    }
+}
+
+DKV__PRIVATE DKV__AMX void dkv__split_k_amx(dkv__parts k, const void *from, dkv_type type, int64_t d, int64_t n) {
+    DKV__BY_TYPE(type, dkv__split_k_body_amx(k, (const char *)from, T, d, n));
+}
+
+DKV__AMX_INLINE void dkv__split_v_body_amx(dkv__parts v, const char *from, dkv_type type, int64_t dv, int64_t n) {
+    for (int64_t t = 0; t < n; t += 2) {
+        for (int64_t j = 0; j < dv; j += 16, v.at += 64) {
+            __m512 a = dkv__v16_avx512(from, type, dv, t, 0, j), b = dkv__v16_avx512(from, type, dv, t, 1, j);
+            dkv__split_pairs_amx(v.at, v.bytes, a, b, dkv__parts_of(type));
+        }
+    }
+}
+
+DKV__PRIVATE DKV__AMX void dkv__split_v_amx(dkv__parts v, const void *from, dkv_type type, int64_t dv, int64_t n) {
+    DKV__BY_TYPE(type, dkv__split_v_body_amx(v, (const char *)from, T, dv, n));
+}
+
+/* Where the tiles of a factor lie, in bytes: a tile's next row, the tile of the next step, column and part. */
+typedef struct dkv__factor {
+    const char *at;
+    int64_t     row, step, column, part;
+} dkv__factor;
+
+/* Tiles 0, 1: c [m][16]; 2..4: the parts of a, [m][32]; 5..7: parts of b, [16][16][2], in turn, so that a load need not
+   wait for the product before it. */
+DKV__AMX_INLINE void dkv__tiles_begin_amx(int64_t m) {
+    uint8_t config[64] = {1};
+    for (int i = 0; i < 8; i++) {
+        config[16 + 2 * i] = 64;
+        config[48 + i] = (uint8_t)(i < 5 ? m : 16);
+    }
+    __asm__ volatile("" : : "r"(config) : "memory"); /* gcc's intrinsic says that it reads 8 bytes */
+    _tile_loadconfig(config);
+}
+
+/* tile C += the parts of a times those of b, in tiles X and Y */
+#define DKV__AMX_COLUMN(C, X, Y)                                        \
+    _tile_loadd(X, b.at + C * b.column, b.row);                         \
+    _tile_dpbf16ps(C, 2, X);                                            \
+    _tile_dpbf16ps(C, 3, X);                                            \
+    _tile_dpbf16ps(C, 4, X);                                            \
+    if (parts == 2) {                                                   \
+        _tile_loadd(Y, b.at + C * b.column + b.part, b.row);            \
+        _tile_dpbf16ps(C, 2, Y);                                        \
+        _tile_dpbf16ps(C, 3, Y);                                        \
+    }
+
+/* c[m][NC * 16] <- a b, or keep: + a b. ldc in bytes */
+DKV__AMX_INLINE void dkv__product_amx(float *c, int64_t ldc, dkv__factor a, dkv__factor b, int64_t steps,
+                                      const int keep, const int parts, const int NC) {
+    __asm__ volatile("" : : : "memory"); /* gcc's tile intrinsics do not say that they read and write memory */
+    _tile_zero(0);
+    _tile_zero(1);
+    if (keep) _tile_loadd(0, c, ldc);
+    if (keep && NC == 2) _tile_loadd(1, c + 16, ldc);
+    for (int64_t i = 0; i < steps; i++, a.at += a.step, b.at += b.step) {
+        _tile_loadd(2, a.at, a.row);
+        _tile_loadd(3, a.at + a.part, a.row);
+        _tile_loadd(4, a.at + 2 * a.part, a.row);
+        DKV__AMX_COLUMN(0, 5, 6)
+        if (NC == 2) { DKV__AMX_COLUMN(1, 7, 5) }
+    }
+    _tile_stored(0, c, ldc);
+    if (NC == 2) _tile_stored(1, c + 16, ldc);
+    __asm__ volatile("" : : : "memory");
+}
+
+/* c [m][columns * 16]. The tiles are released after use: else the system would save them with the thread. */
+DKV__AMX_INLINE void dkv__products_amx(float *c, int64_t ldc, int64_t m, dkv__factor a, dkv__factor b, int64_t steps,
+                                       int64_t columns, const int keep, const int parts) {
+    dkv__tiles_begin_amx(m);
+    for (; columns >= 2; columns -= 2, c += 32, b.at += 2 * b.column) {
+        dkv__product_amx(c, ldc, a, b, steps, keep, parts, 2);
+    }
+    if (columns) dkv__product_amx(c, ldc, a, b, steps, keep, parts, 1);
+    _tile_release();
+}
+
+DKV__PRIVATE DKV__AMX void dkv__scores_amx(float *s, dkv__parts q, int64_t ldq, int64_t m, dkv__parts k, int64_t wk,
+                                           int64_t n) {
+    const int64_t steps = wk / DKV__TILE_KEYS, blocks = dkv__ceil_div(n, DKV__BLOCK);
+    dkv__factor   a = {q.at, ldq * 2, 64, 0, q.bytes}, b = {k.at, 64, 1024, wk * 32, k.bytes};
+    if (k.n == 1) dkv__products_amx(s, DKV__TILE * 4, m, a, b, steps, blocks, 0, 1);
+    else dkv__products_amx(s, DKV__TILE * 4, m, a, b, steps, blocks, 0, 2);
+}
+
+DKV__PRIVATE DKV__AMX void dkv__mix_amx(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
+                                        dkv__parts v, int64_t dv, int64_t n) {
+    enum { LD = DKV__TILE + 32 }; /* rows a power of two apart would meet in few lines of L1: 30 % slower */
+    char          parts[3 * DKV__TILE_ROWS * LD * 2] __attribute__((aligned(64)));
+    dkv__parts    w = {parts, 3, DKV__TILE_ROWS * LD * 2};
+    dkv__factor   a = {parts, LD * 2, 64, 0, w.bytes}, b = {v.at, dv * 4, dv * 64, 64, v.bytes};
+    const int64_t steps = n / DKV__TILE_KEYS;
+    for (int64_t r = 0; r < m; r++) {
+        for (int64_t j = 0; j < dv; j += 16) {
+            float *x = o + r * ldo + j;
+            _mm512_storeu_ps(x, _mm512_mul_ps(_mm512_set1_ps(alpha[r]), _mm512_loadu_ps(x)));
+        }
+    }
+    dkv__split_rows_amx(w, LD, p, DKV__TILE, m, n);
+    if (v.n == 1) dkv__products_amx(o, ldo * 4, m, a, b, steps, dv / 16, 1, 1);
+    else dkv__products_amx(o, ldo * 4, m, a, b, steps, dv / 16, 1, 2);
+}
+
+static const dkv__tile_kernels dkv__tiles_amx = {
+    dkv__split_rows_amx, dkv__split_k_amx, dkv__split_v_amx, dkv__scores_amx, dkv__mix_amx,
+};
+
+/* Linux gives a process tiles when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+DKV__PRIVATE int dkv__tiles_permitted(void) {
+    long r;
+    __asm__ volatile("syscall" : "=a"(r) : "0"(158L), "D"(0x1023L), "S"(18L) : "rcx", "r11", "memory");
+    return r == 0;
+}
+#else
+#define DKV__TILES NULL
+DKV__PRIVATE int dkv__tiles_permitted(void) { return 0; }
+#endif
+
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
@@ -1479,43 +1686,54 @@ DKV__PRIVATE DKV__AVX512 void dkv__mix_avx512(float *o, int64_t ldo, const float
 /* ---- the table, and the level in use ---- */
 
 static const dkv__kernels dkv__table[DKV_SIMD_COUNT] = {
-    {dkv__scores_scalar, dkv__softmax_scalar, dkv__mix_scalar, dkv__axpy_scalar, dkv__load_scalar, dkv__store_scalar},
+    {dkv__scores_scalar, dkv__softmax_scalar, dkv__mix_scalar, dkv__axpy_scalar, dkv__load_scalar, dkv__store_scalar,
+     NULL},
 #ifdef DKV__X86
-    {dkv__scores_avx2,   dkv__softmax_avx2,   dkv__mix_avx2,   dkv__axpy_avx2,   dkv__load_avx2,   dkv__store_avx2},
-    {dkv__scores_avx512, dkv__softmax_avx512, dkv__mix_avx512, dkv__axpy_avx2,   dkv__load_avx2,   dkv__store_avx2},
+    {dkv__scores_avx2,   dkv__softmax_avx2,   dkv__mix_avx2,   dkv__axpy_avx2,   dkv__load_avx2,   dkv__store_avx2,
+     NULL},
+    {dkv__scores_avx512, dkv__softmax_avx512, dkv__mix_avx512, dkv__axpy_avx2,   dkv__load_avx2,   dkv__store_avx2,
+     NULL},
+    {dkv__scores_avx512, dkv__softmax_avx512, dkv__mix_avx512, dkv__axpy_avx2,   dkv__load_avx2,   dkv__store_avx2,
+     DKV__TILES},
 #endif
 };
 
 static int dkv__level = -1; /* -1: not asked yet. Atomic; racing first calls store the same value */
 
 DKV_API const char *dkv_simd_name(dkv_simd level) {
-    static const char *const names[DKV_SIMD_COUNT] = {"scalar", "avx2", "avx512"};
+    static const char *const names[DKV_SIMD_COUNT] = {"scalar", "avx2", "avx512", "amx"};
     return (unsigned)level < DKV_SIMD_COUNT ? names[level] : "?";
 }
 
-DKV_API dkv_simd dkv_simd_supported(void) {
+/* The highest level that there is; AMX only if it is within max. */
+DKV__PRIVATE dkv_simd dkv__simd_best(dkv_simd max) {
+    (void)max;
 #ifdef DKV__X86
     unsigned a, b, c, d, xcr0, xcr0_high;
     const unsigned need1 = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & need1) != need1) return DKV_SIMD_SCALAR;
     __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(xcr0_high) : "c"(0)); /* which registers the system saves */
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b >> 5 & 1u) || (xcr0 & 0x6u) != 0x6u) return DKV_SIMD_SCALAR;
-    if ((b >> 16 & 1u) && (xcr0 & 0xe6u) == 0xe6u) return DKV_SIMD_AVX512;
-    return DKV_SIMD_AVX2;
+    if (!(b >> 16 & 1u) || (xcr0 & 0xe6u) != 0xe6u) return DKV_SIMD_AVX2;
+    const unsigned tiles = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE; and AVX-512 BW */
+    if (!(b >> 30 & 1u) || (d & tiles) != tiles || (xcr0 & 0x60000u) != 0x60000u) return DKV_SIMD_AVX512;
+    return max >= DKV_SIMD_AMX && dkv__tiles_permitted() ? DKV_SIMD_AMX : DKV_SIMD_AVX512;
 #else
     return DKV_SIMD_SCALAR;
 #endif
 }
 
+DKV_API dkv_simd dkv_simd_supported(void) { return dkv__simd_best(DKV_SIMD_AMX); }
+
 DKV_API dkv_simd dkv_simd_limit(dkv_simd max) {
-    dkv_simd best = dkv_simd_supported(), level = max < best ? max : best;
+    dkv_simd best = dkv__simd_best(max), level = max < best ? max : best;
     DKV__ATOMIC_STORE(&dkv__level, (int)level);
     return level;
 }
 
 DKV_API dkv_simd dkv_simd_level(void) {
     int level = DKV__ATOMIC_LOAD(&dkv__level);
-    return level < 0 ? dkv_simd_limit(DKV_SIMD_AVX512) : (dkv_simd)level;
+    return level < 0 ? dkv_simd_limit(DKV_SIMD_AMX) : (dkv_simd)level;
 }
 
 DKV__INLINE const dkv__kernels *dkv__simd(void) { return &dkv__table[dkv_simd_level()]; }
@@ -2579,7 +2797,7 @@ DKV__PRIVATE dkv__schedule dkv__schedule_make(const dkv_attention *a, int64_t n)
         int64_t chunks = rows ? dkv__most_chunks(a) : 0;
         if (chunks > 1) s.slots += a->Hkv * dkv__ceil_div(rows, block) * chunks * dkv__slot_floats(a, block);
         s.rows = dkv__max(s.rows, block);
-        s.wk = dkv__max(s.wk, dkv__round_up(a->d_k, 16));
+        s.wk = dkv__max(s.wk, dkv__q_width(a->d_k));
         s.wv = dkv__max(s.wv, dkv__v_width(a->d_v));
         s.strided |= !a->context.packed || !a->tail.packed;
     }
@@ -2589,8 +2807,17 @@ DKV__PRIVATE dkv__schedule dkv__schedule_make(const dkv_attention *a, int64_t n)
 /* Workspace: slots, then one scratch per thread; in floats, all multiples of 16. Lengths do not matter. */
 DKV__INLINE int64_t dkv__tile_floats(const dkv__schedule *s) { return s->strided ? DKV__TILE * (s->wk + s->wv) : 0; }
 
+/* Where there are rows enough: 3 parts of the queries, 2 of a tile. */
+DKV__INLINE int64_t dkv__q_parts_floats(const dkv__schedule *s) {
+    return s->rows >= DKV__TILE_ROWS ? dkv__round_up(s->rows, 16) * s->wk * 3 / 2 : 0;
+}
+DKV__INLINE int64_t dkv__tile_parts_floats(const dkv__schedule *s) {
+    return s->rows >= DKV__TILE_ROWS ? DKV__TILE * (s->wk + s->wv) : 0;
+}
+
 DKV__INLINE int64_t dkv__scratch_floats(const dkv__schedule *s) {
-    return dkv__round_up(s->rows, 16) * (s->wk + s->wv + 2) + DKV__ROWS * DKV__TILE + dkv__tile_floats(s);
+    return dkv__round_up(s->rows, 16) * (s->wk + s->wv + 2) + DKV__ROWS * DKV__TILE + dkv__tile_floats(s) +
+           dkv__q_parts_floats(s) + dkv__tile_parts_floats(s);
 }
 
 DKV__INLINE int64_t dkv__workspace_bytes(const dkv__schedule *s, int64_t nth) {
@@ -2602,7 +2829,8 @@ typedef struct dkv__scratch {
     float *q, *o;        /* [rows][wk], [rows][v_width] */
     float *max, *sum;    /* [rows] */
     float *s;            /* [DKV__ROWS][DKV__TILE] */
-    float *tile;         /* one converted tile, f32 packed */
+    float *tile;         /* one strided tile, packed */
+    dkv__parts q_parts, k_parts, v_parts; /* 3 of q [rows][wk], 2 of a tile's K and V */
     int64_t wk;
 } dkv__scratch;
 
@@ -2615,6 +2843,13 @@ DKV__PRIVATE dkv__scratch dkv__scratch_of(const dkv__schedule *s, void *ws, int 
     x.sum = x.max + rows;
     x.s = x.sum + rows;
     x.tile = x.s + DKV__ROWS * DKV__TILE;
+    x.q_parts.at = (char *)(x.tile + dkv__tile_floats(s));
+    x.k_parts.at = x.q_parts.at + dkv__q_parts_floats(s) * (int64_t)sizeof(float);
+    x.v_parts.at = x.k_parts.at + 2 * DKV__TILE * s->wk * 2;
+    x.q_parts.bytes = rows * s->wk * 2;
+    x.k_parts.bytes = DKV__TILE * s->wk * 2;
+    x.v_parts.bytes = DKV__TILE * s->wv * 2;
+    x.q_parts.n = 3;
     x.wk = s->wk;
     return x;
 }
@@ -2626,7 +2861,31 @@ typedef struct dkv__keys {
     int64_t     n, start; /* start: row in the segment */
     int         tail;
     const float *k_scale, *v_scale;
+    const dkv__tile_kernels *tiles; /* NULL, or what to multiply these parts with: */
+    dkv__parts  k_parts, v_parts;
 } dkv__keys;
+
+/* What an item's rows and keys of this type are multiplied with, or NULL. */
+DKV__INLINE const dkv__tile_kernels *dkv__tiles_for(const dkv__item *it, dkv_type type, const dkv__kernels *f) {
+    return it->rows >= DKV__TILE_ROWS && type != DKV_F32 ? f->tiles : NULL;
+}
+
+/* What a strided tile is converted to: f32, unless tiles can have it as it is. */
+DKV__INLINE dkv_type dkv__strided_type(const dkv__item *it, const dkv_segment *s, const dkv__kernels *f) {
+    return s->k.type == s->v.type && dkv__tiles_for(it, s->k.type, f) ? s->k.type : DKV_F32;
+}
+
+/* bf16 is its own part, where K is not padded: it is multiplied as it lies. */
+DKV__PRIVATE void dkv__split_keys(dkv__keys *y, const dkv_attention *a, const dkv__scratch *x) {
+    const int64_t wv = dkv__v_width(a->d_v);
+    y->k_parts = x->k_parts;
+    y->v_parts = x->v_parts;
+    y->k_parts.n = y->v_parts.n = dkv__parts_of(y->type);
+    if (y->type != DKV_BF16 || a->d_k % DKV__TILE_KEYS) y->tiles->split_k(y->k_parts, y->k, y->type, a->d_k, y->n);
+    else y->k_parts.at = (char *)(uintptr_t)y->k;
+    if (y->type != DKV_BF16) y->tiles->split_v(y->v_parts, y->v, y->type, wv, y->n - y->n % DKV__TILE_KEYS);
+    else y->v_parts.at = (char *)(uintptr_t)y->v;
+}
 
 DKV__PRIVATE dkv__keys dkv__tile_keys(const dkv__item *it, int64_t tile, const dkv__scratch *x, const dkv__kernels *f) {
     const dkv_attention *a = it->a;
@@ -2636,7 +2895,7 @@ DKV__PRIVATE dkv__keys dkv__tile_keys(const dkv__item *it, int64_t tile, const d
     y.tail = tile >= before;
     y.start = (y.tail ? tile - before : tile) * DKV__TILE;
     y.n = dkv__min(dkv__segment_rows(s, it->g) - y.start, DKV__TILE);
-    dkv_packed own = {x->tile, DKV_F32, 1, a->d_k, a->d_v, NULL, DKV__TILE};
+    dkv_packed own = {x->tile, dkv__strided_type(it, s, f), 1, a->d_k, a->d_v, NULL, DKV__TILE};
     dkv__head  head = s->packed ? dkv__head_of(s->packed, it->g) : dkv__head_of(&own, 0);
     int64_t    row = s->packed ? y.start : 0;
     if (!s->packed) dkv__copy_rows(&head, 0, s, it->g, y.start, y.n, f); /* converted once for all rows of the block */
@@ -2645,33 +2904,72 @@ DKV__PRIVATE dkv__keys dkv__tile_keys(const dkv__item *it, int64_t tile, const d
     y.type = head.type;
     y.k_scale = s->packed ? head.k_scale : NULL;
     y.v_scale = s->packed ? head.v_scale : NULL;
+    y.tiles = dkv__tiles_for(it, y.type, f);
+    if (y.tiles) dkv__split_keys(&y, a, x);
     return y;
 }
 
-/* Scores, softmax and output of one tile for all rows of the item, in groups that see equally many of its keys. A key
-   that a row does not see is never multiplied, so what lies there (a later query's NaN) cannot reach it. */
-DKV__PRIVATE void dkv__attend_tile(const dkv__item *it, const dkv__keys *y, const dkv__scratch *x,
-                                   const dkv__kernels *f) {
-    const dkv_attention *a = it->a;
-    const int64_t        G = a->H / a->Hkv, wv = dkv__v_width(a->d_v);
-    float                alpha[DKV__ROWS];
-    for (int64_t r = 0, m; r < it->rows; r += m) {
-        int64_t n = y->n, end = it->rows; /* of the rows that see n keys, the first not to */
-        if (y->tail) {
-            int64_t i = (it->row + r) / G, seen = dkv__visible(a, it->g, i) - y->start;
-            if (seen < n) end = dkv__min((i + 1) * G - it->row, end);
-            n = dkv__min(seen, n);
-        }
-        m = dkv__min(end - r, DKV__ROWS);
-        if (n <= 0) continue;
-        f->scores(x->s, x->q + r * x->wk, x->wk, m, y->k, y->type, a->d_k, n);
-        f->softmax(x->s, x->max + r, x->sum + r, alpha, m, n, a->softcap);
-        f->mix(x->o + r * wv, wv, x->s, alpha, m, y->v, y->type, wv, n);
+/* Keys of a tile that row r of the item sees: ascending in r. */
+DKV__INLINE int64_t dkv__seen(const dkv__item *it, const dkv__keys *y, int64_t r) {
+    if (!y->tail) return y->n;
+    return dkv__min(dkv__visible(it->a, it->g, (it->row + r) / (it->a->H / it->a->Hkv)) - y->start, y->n);
+}
+
+/* Of rows from r on and below end, the first that may see other keys of the tile. */
+DKV__INLINE int64_t dkv__alike(const dkv__item *it, const dkv__keys *y, int64_t r, int64_t end) {
+    const int64_t G = it->a->H / it->a->Hkv;
+    return y->tail ? dkv__min(((it->row + r) / G + 1) * G - it->row, end) : end;
+}
+
+/* x->s of rows r..end - 1, for keys that any of them sees */
+DKV__PRIVATE void dkv__score_rows(const dkv__item *it, const dkv__keys *y, const dkv__scratch *x, int64_t r,
+                                  int64_t end, const dkv__kernels *f) {
+    const int64_t m = end - r, d = it->a->d_k, n = dkv__seen(it, y, end - 1);
+    dkv__parts    q = x->q_parts;
+    q.at += r * x->wk * 2;
+    if (y->tiles) y->tiles->scores(x->s, q, x->wk, m, y->k_parts, dkv__q_width(d), n);
+    else f->scores(x->s, x->q + r * x->wk, x->wk, m, y->k, y->type, d, n);
+}
+
+/* x->o of rows r..end - 1: the keys that all of them see, then for each query those that only it and later ones see. A
+   value that a row does not see is never multiplied, so what lies there (a later query's NaN) cannot reach it. */
+DKV__PRIVATE void dkv__mix_rows(const dkv__item *it, const dkv__keys *y, const dkv__scratch *x, int64_t r, int64_t end,
+                                const float *alpha, const dkv__kernels *f) {
+    const int64_t wv = dkv__v_width(it->a->d_v), v_row = dkv__v_row_bytes(y->type, it->a->d_v);
+    const int64_t step = y->tiles ? DKV__TILE_KEYS : 2; /* bf16 values come in pairs of keys */
+    const int64_t common = dkv__seen(it, y, r) / step * step;
+    if (common && y->tiles) y->tiles->mix(x->o + r * wv, wv, x->s, alpha, end - r, y->v_parts, wv, common);
+    else if (common) f->mix(x->o + r * wv, wv, x->s, alpha, end - r, y->v, y->type, wv, common);
+    for (int64_t i = r, next; i < end; i = next) {
+        const float *s = x->s + (i - r) * DKV__TILE + common, *scale = common ? dkv__ones : alpha + (i - r);
+        int64_t      rest = dkv__seen(it, y, i) - common;
+        next = dkv__alike(it, y, i, end);
+        if (rest) f->mix(x->o + i * wv, wv, s, scale, next - i, y->v + common * v_row, y->type, wv, rest);
     }
 }
 
-/* Queries times scale, and times the channel scales of the segment that they will meet (NULL: none). */
-DKV__PRIVATE void dkv__load_queries(const dkv__item *it, const dkv__scratch *x, const float *k_scale,
+/* Scores, softmax and output of one tile for all rows of the item, in groups that share a pass over its keys. */
+DKV__PRIVATE void dkv__attend_tile(const dkv__item *it, const dkv__keys *y, const dkv__scratch *x,
+                                   const dkv__kernels *f) {
+    float alpha[DKV__ROWS];
+    for (int64_t r = 0, end; r < it->rows; r = end) {
+        end = dkv__min(r + (y->tiles ? DKV__TILE_ROWS : DKV__ROWS), it->rows);
+        if (dkv__seen(it, y, r) <= 0) {
+            end = dkv__alike(it, y, r, end);
+            continue;
+        }
+        dkv__score_rows(it, y, x, r, end, f);
+        for (int64_t i = r, next; i < end; i = next) {
+            next = dkv__alike(it, y, i, end);
+            f->softmax(x->s + (i - r) * DKV__TILE, x->max + i, x->sum + i, alpha + (i - r), next - i,
+                       dkv__seen(it, y, i), it->a->softcap);
+        }
+        dkv__mix_rows(it, y, x, r, end, alpha, f);
+    }
+}
+
+/* Queries times scale, and times the channel scales of the segment that begins with these keys. */
+DKV__PRIVATE void dkv__load_queries(const dkv__item *it, const dkv__scratch *x, const dkv__keys *y,
                                     const dkv__kernels *f) {
     const dkv_attention *a = it->a;
     const int64_t        G = a->H / a->Hkv;
@@ -2681,9 +2979,10 @@ DKV__PRIVATE void dkv__load_queries(const dkv__item *it, const dkv__scratch *x, 
         float  *q = x->q + r * x->wk;
         dkv__load_row(q, &a->q, i, h, a->d_k, f);
         for (int64_t j = 0; j < a->d_k; j++) q[j] *= scale;
-        dkv__scale_row(q, k_scale, a->d_k);
+        dkv__scale_row(q, y->k_scale, a->d_k);
         for (int64_t j = a->d_k; j < x->wk; j++) q[j] = 0.0f;
     }
+    if (y->tiles) y->tiles->split_rows(x->q_parts, x->wk, x->q, x->wk, it->rows, x->wk);
 }
 
 /* Row r of the item's block is done: o is normalised in place and written. */
@@ -2717,7 +3016,7 @@ DKV__PRIVATE void dkv__attend_item(const dkv__item *it, const dkv__scratch *x, v
         dkv__keys y = dkv__tile_keys(it, t, x, f);
         if (t == it->tile || (y.tail && y.start == 0)) { /* a segment begins */
             for (int64_t r = 0; r < it->rows; r++) dkv__scale_row(x->o + r * wv, v_scale, it->a->d_v);
-            dkv__load_queries(it, x, y.k_scale, f);
+            dkv__load_queries(it, x, &y, f);
             v_scale = y.v_scale;
         }
         dkv__attend_tile(it, &y, x, f);

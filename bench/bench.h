@@ -9,11 +9,11 @@
 #include <stdint.h>
 
 /* softmax(q k^T / sqrt(d)) v: query i sees the first n[g] - N_q + 1 + i keys of its KV head g, so the last N_q are its
-   own. q, K and V hold values of type, whatever a contender stores them as. */
+   own. q, K and V hold values of type, or of 8-bit rows with scales: then packed and type, which peers take, differ. */
 typedef struct bench_case {
     char         name[64];
     int          id, H, Hkv, d, threads;
-    dkv_type     type;
+    dkv_type     packed, type;
     bool         dense;        /* prefill: nothing is packed */
     int64_t      N_q, n_max;
     int64_t      n[64];        /* [Hkv], multiples of 256, at most n_max */

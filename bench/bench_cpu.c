@@ -19,13 +19,16 @@
 
 enum { K = 1024, MAX_RUNS = 40, ROUNDS = 5, MAX_CONTENDERS = 16 };
 
-/* error: the greatest difference to double precision over the greatest output; random normal data of any length.
-   Peers may round weights, ggml with flash attention adds up f16 in f16: 2e-2 at 8K. */
+/* What we pack, and what peers and our tail store: the same, but f16 for 8-bit rows, which have scales that peers lack.
+   error: the greatest difference to double precision over the greatest output; random normal data of any length. Peers
+   may round weights, ggml with flash attention adds up f16 in f16: 2e-2 at 8K. */
 static const struct {
     const char *name;
-    dkv_type type;
+    dkv_type packed, type;
     double error, error_peer;
-} types[] = {{"f16", DKV_F16, 1e-5, 0.3}, {"bf16", DKV_BF16, 1e-5, 2e-2}, {"f32", DKV_F32, 1e-5, 1e-4}};
+} types[] = {{"f16", DKV_F16, DKV_F16, 1e-5, 0.3}, {"bf16", DKV_BF16, DKV_BF16, 1e-5, 2e-2},
+             {"f32", DKV_F32, DKV_F32, 1e-5, 1e-4}, {"i8", DKV_I8, DKV_F16, 1e-5, 0.3},
+             {"fp8", DKV_FP8, DKV_F16, 1e-5, 0.3}};
 
 static const struct {
     const char *name;
@@ -42,10 +45,10 @@ static const struct {
     bool dense;
 } rows[] = {
     {"decode", "f16", {1}, {2 * K, 8 * K, 32 * K, 128 * K}, 1, false},
-    {"decode", "bf16 f32", {1}, {32 * K}, 1, false},
-    {"ragged", "f16 bf16", {1}, {128 * K}, 0.3, false},
-    {"suffix", "f16 bf16", {8, 32}, {32 * K}, 1, false},
-    {"prefill", "f16", {512}, {2 * K, 8 * K, 32 * K}, 1, true},
+    {"decode", "bf16 f32 i8 fp8", {1}, {32 * K}, 1, false},
+    {"ragged", "f16 bf16 i8", {1}, {128 * K}, 0.3, false},
+    {"suffix", "f16 bf16 i8", {8, 32}, {32 * K}, 1, false},
+    {"prefill", "f16 bf16", {512}, {2 * K, 8 * K, 32 * K}, 1, true},
     {"prefill", "f16", {2048}, {2 * K, 8 * K}, 1, true},
 };
 
@@ -255,7 +258,7 @@ static dkv_attention our_attention(const our_state *s, int64_t layer) {
 static double bytes_of(const bench_case *c) {
     double keys = 0;
     for (int g = 0; g < c->Hkv; g++) keys += (double)c->n[g];
-    return keys * (double)(2 * c->d * dkv_type_bytes(c->type));
+    return keys * (double)(2 * c->d * dkv_type_bytes(c->packed)); /* but for the scales and the tail */
 }
 
 /* Each layer keeps of its first T_c positions the last n[g] - (n_max - T_c). */
@@ -279,9 +282,30 @@ static dkv_tensor rows_from(const bench_case *c, const float *x, int64_t row) {
     return (dkv_tensor){(void *)(uintptr_t)(x + row * c->d), DKV_F32, c->d * 4, c->n_max * c->d * 4, 4};
 }
 
+static int64_t context_of(const bench_case *c) { return c->dense ? 0 : c->n_max - c->N_q; }
+
+/* K and V of the context <- what their packed rows stand for, so that all contenders compute the same. */
+static dkv_result round_as_packed(const bench_case *c) {
+    const int64_t T_c = context_of(c), mark = arena_used;
+    const dkv_segment source = dkv_strided(rows_from(c, c->k, 0), rows_from(c, c->v, 0), T_c);
+    dkv_plan plan;
+    dkv_packed packed;
+    size_t bytes;
+    dkv_result r = our_plan(c, 1, T_c, &plan);
+    if (!r) r = dkv_pack(&packed, NULL, &bytes, c->packed, &plan, 0, c->d, c->d, &source);
+    void *memory = r ? NULL : bench_alloc((int64_t)bytes);
+    if (!r) r = memory ? dkv_pack(&packed, memory, &bytes, c->packed, &plan, 0, c->d, c->d, &source) : DKV_ERR_MEMORY;
+    for (int g = 0; !r && g < c->Hkv; g++) {
+        const int64_t first = c->n_max - c->n[g];
+        r = dkv_unpack(rows_from(c, c->k, first), rows_from(c, c->v, first), &packed, g);
+    }
+    arena_used = mark;
+    return r;
+}
+
 static const char *our_open(void **state, const bench_case *c, int mode) {
     const int L = (int)bench_layers((int64_t)bytes_of(c));
-    const int64_t T_c = c->dense ? 0 : c->n_max - c->N_q;
+    const int64_t T_c = context_of(c);
     const dkv_segment source = dkv_strided(rows_from(c, c->k, 0), rows_from(c, c->v, 0), T_c);
     our_state *s = *state = bench_alloc(sizeof *s);
     dkv_plan plan;
@@ -289,7 +313,7 @@ static const char *our_open(void **state, const bench_case *c, int mode) {
     if (!s || !(s->out = bench_alloc(c->N_q * c->H * c->d * 4))) return "no memory";
     s->c = c;
     dkv_result r = our_plan(c, L, T_c, &plan);
-    if (!r) r = dkv_cache_create(&s->cache, &plan, &(dkv_shape){L, c->H, c->Hkv, c->d, c->d}, c->type, c->n_max - T_c,
+    if (!r) r = dkv_cache_create(&s->cache, &plan, &(dkv_shape){L, c->H, c->Hkv, c->d, c->d}, c->packed, c->n_max - T_c,
                                  &(dkv_allocator){cache_alloc, cache_free, NULL});
     for (int l = 0; !r && l < L; l++) {
         if (T_c) r = dkv_cache_pack(s->cache, l, &source);
@@ -441,7 +465,7 @@ static void report(const bench_case *c, const rates *r, const contender *all, in
     fprintf(json, "%s{\"case\": \"%s\", \"device\": \"%s\", \"isa\": \"%s\", \"dtype\": \"%s\", \"threads\": %d, "
             "\"ours_ms\": %.4f, \"ours_min_ms\": %.4f, \"ours_max_ms\": %.4f, \"runs\": %d, \"limit_ms\": %.4f, "
             "\"limit_what\": \"%s\"", comma, c->name, cpu_name(), dkv_simd_name(dkv_simd_level()),
-            dkv_type_name(c->type), threads, ms, all->ms[0], all->ms[all->runs ? all->runs - 1 : 0], (int)all->runs,
+            dkv_type_name(c->packed), threads, ms, all->ms[0], all->ms[all->runs ? all->runs - 1 : 0], (int)all->runs,
             limit_ms, read_ms >= gemm_ms ? "read" : "sgemm");
     write_list(all, n, false);
     write_list(all, n, true);
@@ -461,7 +485,7 @@ static void run_case(bench_case *c, size_t t) {
     c->q = random_normal(c->N_q * c->H * c->d, 1, c->type);
     c->k = random_normal(c->Hkv * c->n_max * c->d, 2, c->type);
     c->v = random_normal(c->Hkv * c->n_max * c->d, 3, c->type);
-    if (ref && out && c->q && c->k && c->v) {
+    if (ref && out && c->q && c->k && c->v && (c->packed == c->type || !round_as_packed(c))) {
         oracle(c, ref);
         for (size_t f = 0; f < COUNT(families); f++)
             for (const bench_peer *p = families[f].peers; p->name; p++) {
@@ -481,7 +505,7 @@ static void run_case(bench_case *c, size_t t) {
 static void run_row(size_t s, size_t r, size_t t, int64_t N_q, int64_t length, const char *only) {
     static int id;
     bench_case c = {.id = ++id, .H = shapes[s].H, .Hkv = shapes[s].Hkv, .d = shapes[s].d, .threads = threads,
-                    .type = types[t].type, .dense = rows[r].dense, .N_q = N_q};
+                    .packed = types[t].packed, .type = types[t].type, .dense = rows[r].dense, .N_q = N_q};
     char what[32];
     snprintf(what, sizeof what, N_q > 1 ? "%s%lld" : "%s", rows[r].what, (long long)N_q);
     snprintf(c.name, sizeof c.name, "%s %s %lldK %s", what, shapes[s].name, (long long)length / K, types[t].name);
@@ -513,15 +537,16 @@ static void run_rows(const char *only) {
 static void set_isa(const char *name) {
     int i = 0;
     while (i < DKV_SIMD_COUNT && strcmp(name, dkv_simd_name((dkv_simd)i))) i++;
-    if (i == DKV_SIMD_COUNT) die("--isa takes scalar, avx2 or avx512, not '%s'", name);
+    if (i == DKV_SIMD_COUNT) die("--isa takes scalar, avx2, avx512 or amx, not '%s'", name);
     if ((int)dkv_simd_limit((dkv_simd)i) != i) die("this processor has no %s", name);
+    if (i == DKV_SIMD_AVX2) setenv("ATEN_CPU_CAPABILITY", "avx2", 0), setenv("ONEDNN_MAX_CPU_ISA", "AVX2", 0);
 }
 
 static const char usage[] =
-    "usage: bench_cpu [--json FILE] [--only TEXT] [--quick] [--threads N] [--isa scalar|avx2|avx512]\n"
+    "usage: bench_cpu [--json FILE] [--only TEXT] [--quick] [--threads N] [--isa scalar|avx2|avx512|amx]\n"
     "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"32/8 d128\", \"128K bf16\"\n"
     "  --quick      few rows and runs, a minute\n"
-    "  --isa        limits ours; peers use what they find\n";
+    "  --isa        limits ours; with avx2 torch too. OpenBLAS: set OPENBLAS_CORETYPE=Haswell; ggml: as it was built\n";
 
 int main(int argc, char **argv) {
     static const struct option options[] = {{"json", 1, 0, 'j'}, {"only", 1, 0, 'o'}, {"quick", 0, 0, 'q'},

@@ -2,7 +2,7 @@
 # Builds llama.cpp, the CPU peer of the benches and the oracle of tests/logits_oracle.py, from the PyPI sdist of
 # llama-cpp-python: libllama and llama-bench for this host's instruction sets. Cached.
 #
-#   PEERS=build/peers JOBS=2 bench/build_peers.sh
+#   PEERS=build/peers JOBS=2 ISA= bench/build_peers.sh      ISA=avx2: nothing above AVX2, as for PEERS=build/peers-avx2
 #
 # Leaves $PEERS/llama-cpp (the sdist), $PEERS/llama-cpp-build/bin (llama-bench) and $PEERS/bin/llama_logits.
 set -eu
@@ -37,6 +37,7 @@ fi
 flags=
 while read -r option flag; do
     grep -m1 '^flags' /proc/cpuinfo | grep -qw "$flag" && on=ON || on=OFF
+    case "${ISA:-} $option" in "avx2 AVX512"*) on=OFF ;; esac
     flags="$flags -DGGML_$option=$on"
 done <<END
 AVX avx

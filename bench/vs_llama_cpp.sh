@@ -49,7 +49,7 @@ note() {
 
 run_ours() { # RATIO CONTEXT TOKENS
     "$DKV" run -m "$MODEL" -p "$t/$1.dkv" -c "$t/context" -q "The licence" --template raw --ctx "$2" -n "$3" -t "$THREADS" \
-        --json >"$t/$1.$2.json" 2>"$t/err" || { cat "$t/err" >&2; die "dkv run failed"; }
+        --ignore-eos --json >"$t/$1.$2.json" 2>"$t/err" || { cat "$t/err" >&2; die "dkv run failed"; }
     [ "$(ours "$1" "$2" context_tokens)" = "$2" ] || die "the text is shorter than $2 tokens"
 }
 

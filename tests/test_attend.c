@@ -176,7 +176,8 @@ static void dimensions(void) {
         p.tail_type = type_at(c);
         p.d_k = dims[c / 5 % COUNT(dims)];
         p.d_v = dims[(c / 5 + c / 5 / COUNT(dims) * 4) % COUNT(dims)];
-        p.N_q = 1 + c % 4;
+        p.N_q = 1 + c % 4 * 5;
+        p.n_tail = p.N_q + 3;
         run_one(&p);
         CHECK(test_release());
     }
@@ -190,7 +191,7 @@ static void lengths(void) {
         p.H = 3, p.Hkv = 1, p.density = 1, p.d_k = 8, p.d_v = 20;
         p.T_c = at[c % COUNT(at)];
         p.n_tail = at[c / COUNT(at)];
-        p.N_q = 1 + c % 3;
+        p.N_q = 1 + c % 3 * 5;
         p.type = packed_at(c / 2);
         p.tail_type = type_at(c / 2);
         p.strided = c / 3 % 2;
@@ -208,7 +209,7 @@ static void layouts(void) {
         p.q_type = p.out_type = type_at(c + 2);
         p.strided = c / LAYOUTS / 5 % 2;
         p.tail_packed = c / LAYOUTS / 10;
-        p.d_k = 33, p.d_v = 47, p.N_q = 4;
+        p.d_k = 33, p.d_v = 47, p.N_q = 4 + c % 2 * 2;
         run_one(&p);
         CHECK(test_release());
     }
@@ -218,7 +219,7 @@ static void layouts(void) {
 static void slack(void) {
     for (int c = 0; c < 3 * 40; c++) {
         problem p = plain;
-        p.type = type_at(c), p.T_c = c / 3, p.density = 1, p.d_k = 33;
+        p.type = type_at(c), p.T_c = c / 3, p.density = 1, p.d_k = 33, p.N_q = 3 + c % 2 * 3;
         run_one(&p);
         dkv_tensor k = new_tensor(THD, p.type, 48, p.Hkv, p.d_k), v = new_tensor(THD, p.type, 48, p.Hkv, p.d_v);
         fill_tensor(&k, p.k, p.T_c, p.Hkv, p.d_k); /* the other rows stay NaN */
@@ -239,6 +240,7 @@ static void tail_shorter_than_queries(void) {
     for (int c = 0; c < 24; c++) {
         problem p = plain;
         p.N_q = 5;
+        p.H = c % 2 ? 6 : 8;
         p.n_tail = c % 6;
         p.T_c = c / 6 % 2 ? 0 : 40; /* 0: the first queries see no key at all */
         p.tail_packed = c / 12;
@@ -254,6 +256,7 @@ static void options(void) {
         problem p = plain;
         p.type = packed_at(c);
         p.sink = c & 1;
+        p.N_q = c / 12 % 2 ? 8 : 3;
         p.softcap = c / 2 % 2 ? 1.5f : 0;
         p.scale = 0.37f * (float)(c / 4 % 3);
         p.q_deviation = 2;
@@ -268,6 +271,7 @@ static void huge_logits(void) {
         problem p = plain;
         p.type = packed_at(c);
         p.q_deviation = 2e4;
+        p.N_q = c % 2 ? 8 : 3;
         p.softcap = c / 5 % 2 ? 50 : 0;
         p.sink = c / 10;
         run_one(&p);
@@ -296,20 +300,29 @@ static void exponentials(void) {
 
 /* Products that overflow to -inf weigh nothing; a row of nothing else is a row without keys. */
 static void infinite_logits(void) {
-    enum { D = 20, KEYS = 21 };
-    for (int c = 0; c < 2; c++) { /* 1: and one tail key at logit 0 */
-        float q[D], k[KEYS * D], v[KEYS * D], out[D], lse, zero[D] = {0};
-        for (int i = 0; i < D; i++) q[i] = -1e30f;
-        for (int i = 0; i < KEYS * D; i++) k[i] = 1e30f, v[i] = (float)rnd_normal();
-        dkv_attention a = {.H = 1, .Hkv = 1, .d_k = D, .d_v = D, .N_q = 1, .q = dkv_thd(q, DKV_F32, 1, D),
-                           .out = dkv_thd(out, DKV_F32, 1, D), .lse = &lse,
-                           .context = dkv_strided(dkv_thd(k, DKV_F32, 1, D), dkv_thd(v, DKV_F32, 1, D), KEYS),
-                           .tail = dkv_strided(dkv_thd(zero, DKV_F32, 1, D), dkv_thd(v, DKV_F32, 1, D), c)};
+    enum { D = 20, KEYS = 21, H = 16 };
+    for (int c = 0; c < 4; c++) { /* odd: and one tail key at logit 0 */
+        dkv_type type = c / 2 ? DKV_BF16 : DKV_F32;
+        float q[H * D], out[H * D], lse[H];
+        dkv_tensor k = new_tensor(THD, type, KEYS, 1, D), v = new_tensor(THD, type, KEYS, 1, D);
+        dkv_tensor zero = new_tensor(THD, type, 1, 1, D);
+        for (int i = 0; i < H * D; i++) q[i] = -1e30f;
+        for (int i = 0; i < D; i++) oracle_put(&zero, 0, 0, i, 0);
+        for (int i = 0; i < KEYS * D; i++) {
+            oracle_put(&k, i / D, 0, i % D, 1e30);
+            oracle_put(&v, i / D, 0, i % D, rnd_normal());
+        }
+        dkv_attention a = {.H = H, .Hkv = 1, .d_k = D, .d_v = D, .N_q = 1, .q = dkv_thd(q, DKV_F32, H, D),
+                           .out = dkv_thd(out, DKV_F32, H, D), .lse = lse, .context = dkv_strided(k, v, KEYS),
+                           .tail = dkv_strided(zero, v, c % 2)};
         size_t bytes;
         CHECK_OK(dkv_attend_size(&bytes, &a, 1, 1));
         CHECK_OK(dkv_attend(&a, 1, guarded(bytes, 64), bytes, NULL));
-        CHECK(lse == (c ? 0 : -INFINITY));
-        for (int i = 0; i < D; i++) CHECK(out[i] == (c ? v[i] : 0));
+        for (int h = 0; h < H; h++) {
+            CHECK(lse[h] == (c % 2 ? 0 : -INFINITY));
+            for (int i = 0; i < D; i++) CHECK((double)out[h * D + i] == (c % 2 ? oracle_get(&v, 0, 0, i) : 0));
+        }
+        CHECK(test_release());
     }
 }
 
@@ -389,7 +402,7 @@ static void batch(void) {
         double *want[N];
         for (int i = 0; i < N; i++) {
             p[i] = plain;
-            p[i].T_c = 37 * i * i, p[i].n_tail = 4 * i, p[i].N_q = 1 + i % 3;
+            p[i].T_c = 37 * i * i, p[i].n_tail = 4 * i, p[i].N_q = 1 + 2 * i;
             p[i].type = packed_at(i);
             p[i].H = 2 + 2 * i, p[i].d_k = 16 + 9 * i;
             run_one(&p[i]);
@@ -473,7 +486,7 @@ static void workspace_and_lse(void) {
 static void nan_rows(void) {
     for (int c = 0; c < 15; c++) {
         problem p = plain;
-        p.N_q = 5, p.n_tail = 12, p.type = packed_at(c), p.strided = c / 5 == 1;
+        p.N_q = c % 2 ? 7 : 5, p.n_tail = 12, p.type = packed_at(c), p.strided = c / 5 == 1;
         run_one(&p);
         double *want = results_of(&p);
         int64_t rows = p.N_q * p.H, sick = rnd_below(rows);
@@ -488,6 +501,27 @@ static void nan_rows(void) {
             for (int i = 0; i < p.d_v; i++)
                 CHECK(r == sick ? isnan(got[r * p.d_v + i]) : got[r * p.d_v + i] == want[r * p.d_v + i]);
         }
+        CHECK(test_release());
+    }
+}
+
+/* NaNs in the keys and values of later tokens change no bit of earlier ones. */
+static void nan_to_come(void) {
+    for (int c = 0; c < 24; c++) {
+        problem p = plain;
+        p.H = 2 * (c % 4 + 1), p.T_c = 40, p.N_q = 50, p.n_tail = 60 + c * 20, p.type = packed_at(c);
+        p.tail_type = type_at(c), p.tail_packed = c / 3 % 2;
+        run_one(&p);
+        double *want = results_of(&p), *got;
+        int64_t last = rnd_below(p.N_q - 1), seen = p.n_tail - p.N_q + 1 + last; /* by the last query before them */
+        for (int64_t i = seen * p.Hkv * p.d_k; i < p.n_tail * p.Hkv * p.d_k; i++) p.tail_k[i] = (double)NAN;
+        for (int64_t i = seen * p.Hkv * p.d_v; i < p.n_tail * p.Hkv * p.d_v; i++) p.tail_v[i] = (double)NAN;
+        p.a.tail = tail_of(&p);
+        poison_results(&p);
+        CHECK_OK(dkv_attend(&p.a, 1, p.ws, p.ws_bytes, NULL));
+        got = results_of(&p);
+        CHECK(!memcmp(got, want, (size_t)((last + 1) * p.H * p.d_v) * 8));
+        for (int64_t i = (last + 1) * p.H * p.d_v; i < p.N_q * p.H * p.d_v; i++) CHECK(isnan(got[i]));
         CHECK(test_release());
     }
 }
@@ -584,6 +618,7 @@ int main(void) {
         {"equal to dense, bit for bit", equal_to_dense, 1},
         {"workspace and lse", workspace_and_lse, 1},
         {"NaN in a query row", nan_rows, 1},
+        {"NaN in later tokens", nan_to_come, 1},
         {"strides past 2^32", far_strides, 1},
         {"errors", errors, 0},
     };

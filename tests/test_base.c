@@ -36,7 +36,7 @@ static void types_and_views(void) {
 
 static void levels(void) {
     int top = (int)dkv_simd_supported();
-    static const char *names[] = {"scalar", "avx2", "avx512"};
+    static const char *names[] = {"scalar", "avx2", "avx512", "amx"};
     for (int level = 0; level < DKV_SIMD_COUNT; level++) {
         AT("level %d", level);
         CHECK(!strcmp(dkv_simd_name((dkv_simd)level), names[level]));

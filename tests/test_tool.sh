@@ -206,7 +206,7 @@ if [ -r "$MODEL" ]; then
     json --ctx 300
     equal "run: all keys" "$(sed -n 's/^[[:space:]]*"\([a-z_]*\)":.*/\1/p' "$t/run.json" | tr '\n' ' ')" \
         "context_tokens logical_ratio physical_ratio physical_ratio_total kv_bytes_dense kv_bytes_packed kv_bytes_peak \
-prefill_s compress_s decode_tok_s text "
+prefill_s compress_s answer_tokens decode_tok_s text "
     equal "run: context cut" "$(key "$t/run.json" context_tokens)" 300
     equal "run: no bar on a file" "$(cat "$t/err")" ""
     if command -v script > /dev/null; then
@@ -242,6 +242,10 @@ prefill_s compress_s decode_tok_s text "
     json --ctx 200 --temp 1 --seed 3 && cp "$t/run.json" "$t/first.json"
     json --ctx 200 --temp 1 --seed 3
     equal "run: a seed is an answer" "$(key "$t/run.json" text)" "$(key "$t/first.json" text)"
+    json --ctx 200 -n 64
+    holds "run: an answer ends" [ "$(key "$t/run.json" answer_tokens)" -lt 64 ]
+    json --ctx 200 -n 64 --ignore-eos
+    equal "run: --ignore-eos" "$(key "$t/run.json" answer_tokens)" 64
     json --ctx 600 --beyond keep
     equal "run: --beyond keep" "$(key "$t/run.json" context_tokens)" 600
     json --ctx 200 --type bf16

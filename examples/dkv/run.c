@@ -25,7 +25,7 @@ typedef struct {
     const char *name;
     lm_cache *cache;
     dkv_stats stats;
-    int64_t bytes_packed, bytes_peak;
+    int64_t bytes_packed, bytes_peak, tokens;
     double compress_s, decode_tok_s;
     char *text;
 } column;
@@ -36,7 +36,7 @@ static const char *model_path, *pattern_path, *context_path, *question, *format;
 static int64_t n_answer = 64, threads, cut, seed;
 static int type = -1, beyond = DKV_BEYOND_ERROR, control = -1, place = LM_CPU;
 static double temperature, top_p = 1;
-static bool compare, json;
+static bool compare, json, ignore_eos;
 
 static const char SYNOPSIS[] = "dkv run -m MODEL.gguf -p PATTERN.dkv -c CONTEXT.txt -q QUESTION [options]";
 
@@ -50,7 +50,8 @@ static const char NOTES[] =
     "  kv_bytes_packed        and as kept\n"
     "  kv_bytes_peak          what this column alone needs at most: packed, one dense layer, question and answer\n"
     "  prefill_s, compress_s  seconds; packing is not counted as prefill\n"
-    "  decode_tok_s           tokens per second of the answer\n"
+    "  answer_tokens          tokens of the answer\n"
+    "  decode_tok_s           and how many of them a second\n"
     "  text                   the answer\n";
 
 static double seconds(void) {
@@ -258,12 +259,13 @@ static void answer(lm_model *m, const lm_chat *chat, column *c, const lm_ids *su
     int32_t token = next_token(&s, suffix->v, suffix->n, T_c);
     double start = seconds();
     int64_t n = 0;
-    for (; n < n_answer && !lm_chat_is_stop(chat, token); n++) {
+    for (; n < n_answer && (ignore_eos || !lm_chat_is_stop(chat, token)); n++) {
         size_t length;
         const char *piece = lm_decode(chat->tokenizer, token, &length);
         fwrite(piece, 1, length, text);
         token = next_token(&s, &token, 1, T_c + suffix->n + n);
     }
+    c->tokens = n;
     c->decode_tok_s = n ? (double)n / (seconds() - start) : 0;
     fclose(text);
     c->text = clean_utf8(raw, bytes);
@@ -287,6 +289,7 @@ static cJSON *column_json(const column *c, int64_t T_c, int64_t bytes_dense, dou
     cJSON_AddNumberToObject(o, "kv_bytes_peak", (double)c->bytes_peak);
     cJSON_AddNumberToObject(o, "prefill_s", micro(prefill_s));
     cJSON_AddNumberToObject(o, "compress_s", micro(c->compress_s));
+    cJSON_AddNumberToObject(o, "answer_tokens", (double)c->tokens);
     cJSON_AddNumberToObject(o, "decode_tok_s", micro(c->decode_tok_s));
     cJSON_AddStringToObject(o, "text", c->text);
     return o;
@@ -411,6 +414,7 @@ int command_run(int argc, char **argv) {
         {'c', "context", "FILE.txt", OPT_TEXT, &context_path, 0, 0, "the long text"},
         {'q', "question", "TEXT", OPT_TEXT, &question, 0, 0, "what to ask about it"},
         {'n', "tokens", "N", OPT_INT, &n_answer, 1, 1048576, "length of the answer at most (default: 64)"},
+        {0, "ignore-eos", NULL, OPT_FLAG, &ignore_eos, 0, 0, "answer N tokens, past the end of text: to time it"},
         {0, "ctx", "N", OPT_INT, &cut, 1, 68719476736., "cut the context to N tokens"},
         {0, "compare", NULL, OPT_FLAG, &compare, 0, 0, "answer from the dense cache too"},
         {0, "control", "streaming", OPT_CHOICE, &control, 0, 0, "and from the nearest tokens, as many (--compare)"},

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "device.h"
 #include "sample.h"
+#include "team.h"
 
 #include <cblas.h>
 #include <math.h>
@@ -24,6 +25,7 @@ static int omp_get_num_threads(void) { return 1; }
 enum { CHUNK = 1024, SLAB = 4096, SPAN = 1 << 14 };
 
 typedef struct {
+    team *team;             /* decodes; OpenMP's threads prefill */
     uint8_t *packed;        /* quantised weights in quant.h's packed form */
     size_t packed_bytes;
     float *layer_f32;       /* one layer's weights, or a slab of the output's; NULL until needed */
@@ -107,13 +109,23 @@ static void gemm(float *y, int64_t ldy, const float *x, const float *w, int64_t 
 }
 
 /* One row by the weights as they are: each is read once. */
+typedef struct {
+    const lm_rows *y;
+    const lm_weight *w;
+    int n_w;
+    quant_vec x;
+} matvec_work;
+
+static void matvec_part(void *arg, int ith, int nth) {
+    const matvec_work *a = arg;
+    for (int k = 0; k < a->n_w; k++) quant_matvec(a->y[k].data, &a->w[k].mat, &a->x, ith, nth);
+}
+
 static void matvec(const lm_model *m, const lm_rows *y, const lm_weight *w, int n_w, const float *x) {
     const cpu *o = m->own;
-    quant_vec v;
-    quant_vec_set(&v, o->vec, x, w->mat.cols);
-    #pragma omp parallel
-    for (int k = 0; k < n_w; k++)
-        quant_matvec(y[k].data, &w[k].mat, &v, omp_get_thread_num(), omp_get_num_threads());
+    matvec_work work = {.y = y, .w = w, .n_w = n_w};
+    quant_vec_set(&work.x, o->vec, x, w->mat.cols);
+    team_run(o->team, team_size(o->team), matvec_part, &work);
 }
 
 static bool matmul(lm_model *m, const lm_activations *a, const lm_rows *y, const lm_weight *w, int n_w,
@@ -235,7 +247,7 @@ static bool attend(lm_model *m, const lm_activations *a, int64_t n, lm_target to
     cpu *c = m->own;
     dkv_tensor q = dkv_thd(a->q.data, DKV_F32, s->H, s->d_k), o = dkv_thd(a->o, DKV_F32, s->H, s->d_v);
     dkv_attention call = dkv_cache_attention(to.cache->own, to.layer, q, n, o);
-    dkv_parallel threads = {run_threads, NULL, m->threads};
+    dkv_parallel threads = {n > 1 ? run_threads : team_run, c->team, m->threads};
     size_t bytes;
     dkv_result r = dkv_attend_size(&bytes, &call, 1, m->threads);
     if (!r && bytes > c->workspace_bytes) {
@@ -385,7 +397,7 @@ static bool open_cpu(lm_model *m) {
     if (p->E > widest) widest = p->E;
     if (p->F > widest) widest = p->F;
     cpu *c = m->own = calloc(1, sizeof *c);
-    if (!c || !(c->vec = malloc(quant_vec_bytes(widest) + 1)) ||
+    if (!c || !(c->team = team_open(m->threads)) || !(c->vec = malloc(quant_vec_bytes(widest) + 1)) ||
         !(c->logits = malloc((size_t)p->V * sizeof *c->logits)) || !make(m, &m->one, 1))
         return lm_fail(m, "no memory for a model of this shape");
     openblas_set_num_threads(1); /* see gemm */
@@ -396,6 +408,7 @@ static bool open_cpu(lm_model *m) {
 static void close_cpu(lm_model *m) {
     cpu *c = m->own;
     if (!c) return;
+    team_close(c->team);
     if (c->packed) munmap(c->packed, c->packed_bytes);
     free(m->one.block);
     free(c->vec);
