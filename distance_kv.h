@@ -4017,6 +4017,7 @@ typedef struct dkv__gated_work {
     const dkv__kernels *f;
     const dkv_gated    *c;
     int64_t             wk, wv;
+    int                 backward;
     float *q, *dq;                      /* [rows][wk] */
     float *o[2], *max[2], *sum[2];      /* [rows][wv], [rows], [rows] */
     float *delta;                       /* [rows] rowsum(O_relaxed * dO) */
@@ -4073,6 +4074,7 @@ DKV__PRIVATE dkv__gated_work dkv__gated_work_of(const dkv__gated_pass *p, int it
     dkv__gated_work w;
     memset(&w, 0, sizeof w);
     w.f = dkv__simd();
+    w.backward = p->backward;
     w.q = dkv__take_floats(&at, rows * p->wk);
     w.dq = dkv__take_floats(&at, rows * p->wk);
     for (int i = 0; i < 2; i++) {
@@ -4133,7 +4135,7 @@ DKV__PRIVATE void dkv__gated_keys(dkv__gated_work *w, const dkv_segment *s, int6
         memset(v + d_v, 0, (size_t)(w->wv - d_v) * sizeof *v);
     }
     dkv__to_blocks(w->k_blocks, w->k, w->wk, d_k, n);
-    dkv__to_blocks(w->v_blocks, w->v, w->wv, d_v, n);
+    if (w->backward) dkv__to_blocks(w->v_blocks, w->v, w->wv, d_v, n);
 }
 
 typedef struct dkv__gated_row { const dkv_suffix *x; int64_t i, h; } dkv__gated_row;
@@ -4148,14 +4150,14 @@ DKV__PRIVATE dkv__gated_row dkv__gated_row_at(const dkv_gated *c, int64_t g, int
 }
 
 /* Rows row .. of KV head g into rows 0 .. of the scratch: queries, and what backward starts from. */
-DKV__PRIVATE void dkv__gated_load(dkv__gated_work *w, int64_t g, int64_t row, int64_t n, int backward) {
+DKV__PRIVATE void dkv__gated_load(dkv__gated_work *w, int64_t g, int64_t row, int64_t n) {
     const dkv_gated *c = w->c;
     const float      scale = dkv__scale_or_default(c->scale, c->d_k);
     for (int64_t r = 0; r < n; r++) {
         dkv__gated_row at = dkv__gated_row_at(c, g, row + r);
         float         *d_out = w->o[0] + r * w->wv, *out = w->o[1] + r * w->wv;
         dkv__load_query(w->q + r * w->wk, &at.x->q, at.i, at.h, c->d_k, scale, NULL, w->f);
-        if (!backward) continue;
+        if (!w->backward) continue;
         double delta = 0.0;
         dkv__load_row(d_out, &at.x->d_out, at.i, at.h, c->d_v, w->f);
         dkv__load_row(out, c->open ? &at.x->out_relaxed : &at.x->out, at.i, at.h, c->d_v, w->f);
@@ -4169,12 +4171,11 @@ DKV__PRIVATE void dkv__gated_load(dkv__gated_work *w, int64_t g, int64_t row, in
 /* What is done with the first n keys of a tile, for m rows of the scratch from r on. */
 typedef void dkv__gated_visit(dkv__gated_work *w, const dkv__gated_tile *t, int64_t r, int64_t m, int64_t n);
 
-DKV__PRIVATE void dkv__gated_over_context(dkv__gated_work *w, const dkv__gated_item *it, int backward,
-                                          dkv__gated_visit *visit) {
+DKV__PRIVATE void dkv__gated_over_context(dkv__gated_work *w, const dkv__gated_item *it, dkv__gated_visit *visit) {
     dkv__gated_tile t;
     for (int64_t pos = 0; pos < it->c->T_c; pos += t.n) {
         t = dkv__gated_tile_at(it->c, it->g, pos);
-        if (!t.on[0] && (backward || !t.on[1])) continue; /* K and V of what is closed are never read */
+        if (!t.on[0] && (w->backward || !t.on[1])) continue; /* K and V of what is closed are never read */
         dkv__gated_keys(w, &it->c->context, it->g, pos, t.n);
         for (int64_t r = 0; r < it->rows; r += DKV__ROWS) visit(w, &t, r, dkv__min(it->rows - r, DKV__ROWS), t.n);
     }
@@ -4239,7 +4240,7 @@ DKV__PRIVATE void dkv__gated_store(dkv__gated_work *w, int64_t r, int side, cons
 }
 
 DKV__PRIVATE void dkv__gated_attend_block(dkv__gated_work *w, const dkv__gated_item *it) {
-    dkv__gated_load(w, it->g, it->row, it->rows, 0);
+    dkv__gated_load(w, it->g, it->row, it->rows);
     for (int i = 0; i < 2; i++) {
         memset(w->o[i], 0, (size_t)(it->rows * w->wv) * sizeof(float));
         for (int64_t r = 0; r < it->rows; r++) {
@@ -4247,7 +4248,7 @@ DKV__PRIVATE void dkv__gated_attend_block(dkv__gated_work *w, const dkv__gated_i
             w->sum[i][r] = 0.0f;
         }
     }
-    dkv__gated_over_context(w, it, 0, dkv__gated_attend_rows);
+    dkv__gated_over_context(w, it, dkv__gated_attend_rows);
     dkv__gated_over_suffixes(w, it, dkv__gated_attend_rows);
     for (int64_t r = 0; r < it->rows; r++) {
         dkv__gated_row at = dkv__gated_row_at(it->c, it->g, it->row + r);
@@ -4300,8 +4301,8 @@ DKV__PRIVATE void dkv__gated_query_block(dkv__gated_work *w, const dkv__gated_it
     w->sums = it->sums;
     memset(w->sums, 0, (size_t)it->c->D * sizeof(double));
     memset(w->dq, 0, (size_t)(it->rows * w->wk) * sizeof(float));
-    dkv__gated_load(w, it->g, it->row, it->rows, 1);
-    dkv__gated_over_context(w, it, 1, dkv__gated_query_rows);
+    dkv__gated_load(w, it->g, it->row, it->rows);
+    dkv__gated_over_context(w, it, dkv__gated_query_rows);
     dkv__gated_over_suffixes(w, it, dkv__gated_query_rows);
     for (int64_t r = 0; r < it->rows; r++) {
         dkv__gated_row at = dkv__gated_row_at(it->c, it->g, it->row + r);
@@ -4337,7 +4338,7 @@ DKV__PRIVATE void dkv__gated_key_block(dkv__gated_work *w, const dkv__gated_item
         memset(w->dv, 0, (size_t)(n * w->wv) * sizeof(float));
         for (int64_t row = pos * G, rows; row < end; row += rows) {
             rows = dkv__min(end - row, DKV__GATED_ROWS);
-            dkv__gated_load(w, it->g, first + row, rows, 1);
+            dkv__gated_load(w, it->g, first + row, rows);
             dkv__gated_causal(w, pos, n, row, row + rows, 0, dkv__gated_key_rows);
         }
         for (int64_t i = 0; i < n; i++) {
@@ -4393,7 +4394,7 @@ DKV__PRIVATE void dkv__gated_task(void *arg, int ith, int nth) {
             if (turn % nth != ith) continue;
             dkv__gated_item it = dkv__gated_item_at(c, i, sums);
             if (it.x >= 0) dkv__gated_key_block(&w, &it);
-            else if (p->backward) dkv__gated_query_block(&w, &it);
+            else if (w.backward) dkv__gated_query_block(&w, &it);
             else dkv__gated_attend_block(&w, &it);
         }
         sums += blocks * c->D;
