@@ -124,7 +124,8 @@ extern "C" {
     X(DKV_ERR_TYPE,    -12, "element type is not supported here")                                        \
     X(DKV_ERR_STATE,   -13, "layer was not packed yet, was packed before, or cannot be changed now")     \
     X(DKV_ERR_MEMORY,  -14, "out of memory")                                                             \
-    X(DKV_ERR_IO,      -15, "file cannot be read or written")
+    X(DKV_ERR_IO,      -15, "file cannot be read or written")                                            \
+    X(DKV_ERR_DEVICE,  -16, "no CUDA device that this build runs on (sm_80 or newer with its driver), or the device failed")
 
 typedef enum dkv_result {
 #define DKV__ENUM(name, value, text) name = value,
@@ -567,6 +568,83 @@ DKV_API dkv_result dkv_gated_size(size_t *bytes, const dkv_gated *c, int64_t n, 
 DKV_API dkv_result dkv_gated_forward(const dkv_gated *c, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par);
 DKV_API dkv_result dkv_gated_backward(const dkv_gated *c, int64_t n, void *ws, size_t ws_bytes,
                                       const dkv_parallel *par);
+
+/* ---- CUDA: the same API on a GPU, in distance_kv_cuda.cu ------------------ */
+
+/* Structs are those above with device pointers inside, except that dkv_packed.rows and dkv_segment.rows stay host
+   arrays; stream is a cudaStream_t. Nothing here waits for the device, and only dkv_cuda_cache_* and dkv_cuda_plan
+   call an allocator or copy from the host: the rest may be captured into a graph. Same results run to run and beside
+   other streams. DEVICE whenever the runtime reports an error. Linking this part needs the CUDA runtime; the tensor
+   map encoder is asked from the driver at run time.
+
+   Packed on the device: plain rows. K of head g is [round_up(rows[g], 128)][d_k'], heads one after another, then V in
+   the same way with d_v', d' = d rounded up so that a row is a multiple of 16 bytes; unused rows and columns are zero. For i8
+   and fp8 the scales [Hkv][d_k'] and [Hkv][d_v'], f32, follow. f32 is not a packed type here. */
+
+/* What this process can use: compute capability (90 for sm_90) in *arch and multiprocessors in *sms. DEVICE. */
+extern dkv_result dkv_cuda_device(int *arch, int *sms);
+/* Use kernels for at most this architecture from now on: 80 forces the mma.sync path. Returns the one then in use. */
+extern int dkv_cuda_limit(int arch);
+
+/* *on_device <- plan with its arrays in device memory mem (NULL: asks for *bytes). Copies from pageable memory: call it
+   outside of a capture, and keep plan until the stream has passed. CAPACITY. */
+extern dkv_result dkv_cuda_plan(dkv_plan *on_device, void *mem, size_t *bytes, const dkv_plan *plan, void *stream);
+
+/* dkv_pack on the device: f16, bf16, i8 and fp8 from f32, f16 or bf16. plan on the host gives sizes, on_device the runs.
+   mem 128-byte aligned. SHAPE, TYPE, CAPACITY, ALIGN. */
+extern dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type type, const dkv_plan *plan,
+                                const dkv_plan *on_device, int l, int d_k, int d_v, const dkv_segment *source,
+                                void *stream);
+/* Rows of KV head g as plain f32, f16 or bf16 tensors [rows][Hkv][d], with scales applied. */
+extern dkv_result dkv_cuda_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *packed, int g, void *stream);
+
+/* A batch of attentions made ready: private, copy it freely. */
+typedef struct dkv_cuda_work {
+    void   *block, *ws;
+    int64_t n, items, heads_at, items_at, arrived_at, rows, longest;
+    int32_t ctas, blocks, split, kernel, type, d, tma, shared;
+} dkv_cuda_work;
+
+/* Prepares a[0..n-1] once for any number of launches: tile lists and tensor maps go to block (device, 128-byte
+   aligned), partial results of a launch to ws (device, 128-byte aligned; launches on one stream may share one).
+   context: packed by dkv_cuda_pack, or strided with equal rows, or empty. tail: strided. Both f16 or both bf16, and f16
+   behind i8 and fp8. d_k and d_v are multiples of 8, at most 256. Strides of 16 bytes with stride_dim = element take
+   TMA, others slower loads.
+   lengths: NULL, or device array [n] of the tails' lengths, read at each launch; then tail.n is what they may grow to
+   (every row up to it must be readable, and may hold anything). A length beyond it counts as it.
+   ctas: 0 for all multiprocessors, or a smaller grid. SHAPE, TYPE, FIELD, CAPACITY, ALIGN. */
+extern dkv_result dkv_cuda_attend_size(size_t *block_bytes, size_t *ws_bytes, const dkv_attention *a, int64_t n);
+extern dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention *a, int64_t n, const int64_t *lengths,
+                                   void *block, size_t block_bytes, void *ws, size_t ws_bytes, int ctas, void *stream);
+/* dkv_attend on the device: one launch, or two. A work runs on one stream at a time. */
+extern dkv_result dkv_cuda_attend(const dkv_cuda_work *work, void *stream);
+
+/* lengths[i] += count for i = 0..n-1: the step's tokens come into view. */
+extern dkv_result dkv_cuda_advance(int64_t *lengths, int64_t n, int64_t count, void *stream);
+/* Writes rows length - N_q .. length - 1 of every tail of the work: k [sum of N_q][Hkv][d_k], v likewise, the
+   attentions' rows one after another; rounds to the tail's type. Call it before dkv_cuda_attend of the step. */
+extern dkv_result dkv_cuda_append(const dkv_cuda_work *work, dkv_tensor k, dkv_tensor v, void *stream);
+
+/* dkv_cache on the device: L packed layers and a tail of capacity tokens, rounded up to 128. Device memory is allocated by create,
+   pack (its own layer) and fork. One length for all layers. The plan is copied. */
+typedef struct dkv_cuda_cache dkv_cuda_cache;
+extern dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan *plan, const dkv_shape *shape,
+                                        dkv_type type, int64_t capacity);
+extern void       dkv_cuda_cache_destroy(dkv_cuda_cache *c);
+extern dkv_result dkv_cuda_cache_pack(dkv_cuda_cache *c, int l, const dkv_segment *source, void *stream);
+extern dkv_result dkv_cuda_cache_fork(dkv_cuda_cache **out, const dkv_cuda_cache *c, int64_t capacity, void *stream);
+/* Device pointer to the tail's length, 1 element, for dkv_cuda_advance and the lengths of dkv_cuda_prepare; the caller
+   says what it is with truncate, and only advances it between. */
+extern int64_t   *dkv_cuda_cache_length(const dkv_cuda_cache *c);
+extern dkv_result dkv_cuda_cache_truncate(dkv_cuda_cache *c, int64_t n, void *stream); /* length <- n */
+/* The attention of N_q queries over layer l, for dkv_cuda_prepare with dkv_cuda_cache_length. */
+extern dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dkv_tensor q, int64_t N_q, dkv_tensor out);
+extern const dkv_plan *dkv_cuda_cache_plan(const dkv_cuda_cache *c);
+extern int64_t    dkv_cuda_cache_bytes(const dkv_cuda_cache *c); /* device memory it holds now */
+/* To and from the CPU's cache, tail included: saved files are the CPU's. Both wait for the stream. */
+extern dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cache *from, int64_t capacity, void *stream);
+extern dkv_result dkv_cuda_cache_download(dkv_cache **out, const dkv_cuda_cache *c, int64_t capacity,
+                                          const dkv_allocator *alloc, void *stream);
 
 #ifdef __cplusplus
 }

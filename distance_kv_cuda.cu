@@ -1,0 +1,2024 @@
+/* distance_kv_cuda.cu - the CUDA backend of distance_kv.h. Same licence; see the end of that file.
+
+   Build     nvcc -gencode arch=compute_90a,code=sm_90a -O3 -std=c++17 -c distance_kv_cuda.cu
+             (any of sm_80 .. sm_120; sm_90a has the fast path), and link one file with DISTANCE_KV_IMPLEMENTATION.
+   API       declared and documented in distance_kv.h; this file has kernels, each followed by its launcher.
+
+   CONTENTS  the tags of the header, for the same concepts
+     [BASE]     PTX: barriers, TMA, ldmatrix, mma, wgmma; elements
+     [PLAN]     the plan on the device
+     [PACK]     the packed layout: plain rows per KV head, heads on tiles of 128 rows
+     [ATTEND]   the batch in device memory; shares of work; mma.sync kernel; wgmma kernel; combine
+     [CACHE]    packed layers + tail on the device
+
+   ONE IDEA  Attention is a list of items (attention, KV head, block of query rows), each a list of tiles of keys:
+   packed context first, then the tail. Query rows are (query, head of the group), query first, so K and V are read
+   once per KV head. Few items: all tiles form one line that is cut into equal shares, one per CTA, so that a CTA may
+   begin and end inside an item; what it has then goes to a fixed slot, and slots merge in order. Many items: each CTA
+   takes whole ones, longest first. Shares are computed in the kernel from the plan's counts and the tail's length on
+   the device, so a captured graph stays right while the tail grows.
+*/
+#include "distance_kv.h"
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+namespace {
+
+/* ==========================================================================
+   [BASE]  PTX: barriers, TMA, ldmatrix, mma, wgmma; elements
+   ========================================================================== */
+
+#define DKV__DEVICE __device__ __forceinline__
+
+constexpr float   LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr int     TILE = 128; /* rows that a head is padded to, keys of a 16-bit tile */
+constexpr int64_t FAR = (int64_t)1 << 36;
+
+template <class I> __host__ DKV__DEVICE I least(I a, I b) { return a < b ? a : b; }
+template <class I> __host__ DKV__DEVICE I most(I a, I b) { return a > b ? a : b; }
+__host__ DKV__DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ DKV__DEVICE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+DKV__DEVICE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* ---- barriers in shared memory ---- */
+
+DKV__DEVICE void bar_init(uint64_t *bar, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
+}
+DKV__DEVICE void bar_arrive(uint64_t *bar) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(shared_address(bar)) : "memory");
+}
+DKV__DEVICE void bar_wait(uint64_t *bar, uint32_t parity) {
+    uint32_t done;
+    do {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+#else
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+#endif
+    } while (!done);
+}
+/* Arrives once this thread's cp.async so far have landed. */
+DKV__DEVICE void bar_arrive_copies(uint64_t *bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+DKV__DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DKV__DEVICE void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* A place in a ring of stages, and how often it went round. */
+template <int N> struct Ring {
+    int      stage = 0;
+    uint32_t phase = 0;
+    DKV__DEVICE void next() {
+        if (++stage == N) stage = 0, phase ^= 1;
+    }
+};
+
+/* ---- copies to shared memory ---- */
+
+DKV__DEVICE void copy16(uint32_t dst, const void *src, bool real) { /* zeros if not real */
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+DKV__DEVICE void bar_expect(uint64_t *bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+/* Box at (column, row, head) of a tensor [head][row][column]. policy: how long L2 shall keep it. */
+DKV__DEVICE void tma_load(uint32_t dst, const CUtensorMap *map, int column, int row, int head, uint64_t *bar,
+                          uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(dst), "l"(map), "r"(column), "r"(row), "r"(head),
+                 "r"(shared_address(bar)), "l"(policy) : "memory");
+}
+DKV__DEVICE uint64_t policy_evict_first() {
+    uint64_t p;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+    return p;
+}
+DKV__DEVICE uint64_t policy_evict_normal() {
+    uint64_t p;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p));
+    return p;
+}
+/* The map was written by another kernel through ordinary stores. */
+DKV__DEVICE void tma_acquire(const CUtensorMap *map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+DKV__DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
+
+/* Tiles lie in panels of 128-byte rows (64 for 8-bit rows of 64), 16-byte chunks swizzled as TMA and wgmma do. */
+template <int PITCH> DKV__DEVICE uint32_t swizzled(int row, int chunk) {
+    return (uint32_t)(row * PITCH + ((chunk ^ (PITCH == 128 ? row & 7 : row >> 1 & 3)) << 4));
+}
+template <int PITCH, int ROWS> DKV__DEVICE uint32_t tile_offset(int row, int chunk) {
+    constexpr int CHUNKS = PITCH / 16;
+    return (uint32_t)(chunk / CHUNKS * ROWS * PITCH) + swizzled<PITCH>(row, chunk % CHUNKS);
+}
+
+/* ---- matrix units ---- */
+
+DKV__DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+DKV__DEVICE void ldmatrix_t(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+template <class T> DKV__DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <> DKV__DEVICE void mma<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <> DKV__DEVICE void mma<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* ---- elements ---- */
+
+DKV__DEVICE float exp2_fast(float x) { /* 2 ulp; -inf gives 0, NaN stays */
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+template <class T> DKV__DEVICE uint32_t pair_of(float lo, float hi);
+template <> DKV__DEVICE uint32_t pair_of<__nv_bfloat16>(float lo, float hi) {
+    __nv_bfloat162 x = __floats2bfloat162_rn(lo, hi);
+    return *(uint32_t *)&x;
+}
+template <> DKV__DEVICE uint32_t pair_of<__half>(float lo, float hi) {
+    __half2 x = __floats2half2_rn(lo, hi);
+    return *(uint32_t *)&x;
+}
+
+/* e4m3fn as f16 at 2^-8 of its value, two of them from the high bytes of two halves: exact, subnormals too. NaN comes
+   out as a number, but a channel with one has a NaN scale. */
+DKV__DEVICE uint32_t fp8_pair(uint32_t high) { return (high & 0x80008000u) | (high >> 1 & 0x3f803f80u); }
+
+/* Bytes lo and hi of x as a pair of f16; fp8 at 2^-8 of its value. */
+template <int TYPE, int LO, int HI> DKV__DEVICE uint32_t bytes_pair(uint32_t x) {
+    if (TYPE == DKV_FP8) return fp8_pair(__byte_perm(x, 0, 0x0404 | LO << 4 | HI << 12));
+    uint32_t y = __byte_perm(x ^ 0x80808080u, 0x64646464u, 0x4040 | LO | HI << 8); /* 1024 + 128 + value */
+    __half2  z = __hsub2(*(__half2 *)&y, __half2{__float2half(1152.0f), __float2half(1152.0f)});
+    return *(uint32_t *)&z;
+}
+
+DKV__DEVICE float fp8_value(uint8_t b) {
+    uint32_t pair = fp8_pair((uint32_t)b << 8);
+    float    x = __half2float(__ushort_as_half((unsigned short)pair)) * 256.0f;
+    return (b & 0x7f) == 0x7f ? NAN : x;
+}
+DKV__DEVICE uint8_t fp8_from(float x) { /* as dkv__fp8_from_f32: nearest even, saturating, a NaN stays one */
+    uint32_t u = __float_as_uint(x), sign = u >> 24 & 0x80u, rest = u & 0x7fffffffu;
+    if (rest > 0x7f800000u) return (uint8_t)(sign | 0x7fu);
+    if (rest >= 0x43e00000u) return (uint8_t)(sign | 0x7eu);
+    if (rest < 0x3c800000u) return (uint8_t)(sign | (__float_as_uint(__uint_as_float(rest) + 16384.0f) - 0x46800000u));
+    return (uint8_t)(sign | (rest - 0x3c000000u + 0x7ffffu + (rest >> 20 & 1u)) >> 20);
+}
+DKV__DEVICE int8_t i8_from(float x) { return (int8_t)(x != x ? 0 : least(most(__float2int_rn(x), -127), 127)); }
+
+DKV__DEVICE float element(const char *p, dkv_type type) {
+    switch (type) {
+    case DKV_F32: return *(const float *)p;
+    case DKV_F16: return __half2float(*(const __half *)p);
+    case DKV_BF16: return __bfloat162float(*(const __nv_bfloat16 *)p);
+    case DKV_I8: return (float)*(const int8_t *)p;
+    default: return fp8_value(*(const uint8_t *)p);
+    }
+}
+DKV__DEVICE void set_element(char *p, dkv_type type, float x) {
+    switch (type) {
+    case DKV_F32: *(float *)p = x; return;
+    case DKV_F16: *(__half *)p = __float2half_rn(x); return;
+    case DKV_BF16: *(__nv_bfloat16 *)p = __float2bfloat16_rn(x); return;
+    case DKV_I8: *(int8_t *)p = i8_from(x); return;
+    default: *(uint8_t *)p = fp8_from(x); return;
+    }
+}
+__host__ DKV__DEVICE int type_bytes(dkv_type t) { return t == DKV_F32 ? 4 : t == DKV_F16 || t == DKV_BF16 ? 2 : 1; }
+
+DKV__DEVICE char *at(const dkv_tensor &t, int64_t token, int64_t head) {
+    return (char *)t.data + token * t.stride_token + head * t.stride_head;
+}
+
+/* 16-byte rows of adjacent elements: what vector loads and TMA need. */
+bool is_vector(const dkv_tensor &t) {
+    return t.stride_dim == type_bytes(t.type) && ((uintptr_t)t.data | (uintptr_t)t.stride_token |
+           (uintptr_t)t.stride_head) % 16 == 0;
+}
+
+/* ---- host ---- */
+
+dkv_result launched() { return cudaPeekAtLastError() == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
+dkv_result did(cudaError_t e) { return e == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
+
+struct Device {
+    int arch, sms, shared; /* compute capability, multiprocessors, bytes of shared memory a CTA may have */
+};
+int arch_limit = 1000;
+
+dkv_result device_read(Device *d) {
+    int id, major, minor;
+    if (cudaGetDevice(&id) || cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id) ||
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id) ||
+        cudaDeviceGetAttribute(&d->sms, cudaDevAttrMultiProcessorCount, id) ||
+        cudaDeviceGetAttribute(&d->shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id)) {
+        cudaGetLastError();
+        return DKV_ERR_DEVICE;
+    }
+    d->arch = major * 10 + minor;
+    if (d->arch < 80) return DKV_ERR_DEVICE;
+    if (d->arch > __atomic_load_n(&arch_limit, __ATOMIC_RELAXED)) d->arch = arch_limit;
+    return DKV_OK;
+}
+
+/* Writes a few kilobytes to device memory through kernel parameters: no wait, no pinned memory, safe to capture. */
+struct Parcel { unsigned char bytes[16384]; };
+__global__ void deliver(unsigned char *dst, const __grid_constant__ Parcel p, int n) {
+    for (int i = threadIdx.x * 16; i < n; i += blockDim.x * 16) *(uint4 *)(dst + i) = *(const uint4 *)(p.bytes + i);
+}
+struct Post { /* collects, then delivers; destinations are consecutive */
+    unsigned char *dst;
+    cudaStream_t   stream;
+    Parcel         parcel;
+    int            used;
+    void flush() {
+        if (used) deliver<<<1, 256, 0, stream>>>(dst, parcel, (int)round_up(used, 16));
+        dst += used, used = 0;
+    }
+    void put(const void *src, size_t n) {
+        for (const unsigned char *p = (const unsigned char *)src; n > 0;) {
+            size_t m = least(n, sizeof parcel.bytes - (size_t)used);
+            memcpy(parcel.bytes + used, p, m);
+            used += (int)m, p += m, n -= m;
+            if (used == (int)sizeof parcel.bytes) flush();
+        }
+    }
+};
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_device(int *arch, int *sms) {
+    Device     d;
+    dkv_result r = device_read(&d);
+    if (r) return r;
+    *arch = d.arch;
+    *sms = d.sms;
+    return DKV_OK;
+}
+
+extern "C" int dkv_cuda_limit(int arch) {
+    __atomic_store_n(&arch_limit, arch, __ATOMIC_RELAXED);
+    Device d;
+    return device_read(&d) ? 0 : d.arch;
+}
+
+/* ==========================================================================
+   [PLAN]  the plan on the device
+   ========================================================================== */
+
+extern "C" dkv_result dkv_cuda_plan(dkv_plan *on_device, void *mem, size_t *bytes, const dkv_plan *plan, void *stream) {
+    int64_t heads = (int64_t)plan->L * plan->Hkv;
+    size_t  size = (size_t)((heads + 1) + heads) * 8 + (size_t)plan->first[heads] * sizeof(dkv_run);
+    if (!mem) {
+        *bytes = size;
+        return DKV_OK;
+    }
+    if (*bytes < size) return DKV_ERR_CAPACITY;
+    dkv_result r = did(cudaMemcpyAsync(mem, plan->first, size, cudaMemcpyHostToDevice, (cudaStream_t)stream));
+    if (r) return r;
+    *on_device = *plan;
+    on_device->first = (const int64_t *)mem;
+    on_device->rows = on_device->first + heads + 1;
+    on_device->runs = (const dkv_run *)(on_device->rows + heads);
+    *bytes = size;
+    return DKV_OK;
+}
+
+/* ==========================================================================
+   [PACK]  the packed layout: plain rows per KV head, heads on tiles of 128 rows
+   in:  one layer's K and V, strided in any way, and the plan's runs on the device
+   out: K [sum of round_up(rows, 128)][d_k'], V likewise, scales; every byte written
+   ========================================================================== */
+
+namespace {
+
+struct Layout { /* bytes of a packed layer */
+    int64_t rows;                 /* of all heads, padded */
+    int64_t k_row, v_row;         /* bytes of a row */
+    int64_t k_scale, v_scale, v;  /* offsets */
+    int64_t bytes;
+};
+
+int64_t padded_d(dkv_type type, int64_t d) { return round_up(d, 16 / type_bytes(type)); }
+
+Layout layout_of(dkv_type type, int Hkv, int d_k, int d_v, const int64_t *rows) {
+    Layout y = {};
+    for (int g = 0; g < Hkv; g++) y.rows += round_up(rows[g], TILE);
+    y.k_row = padded_d(type, d_k) * type_bytes(type);
+    y.v_row = padded_d(type, d_v) * type_bytes(type);
+    y.v = round_up(y.rows * y.k_row, 128);
+    y.k_scale = y.v + round_up(y.rows * y.v_row, 128);
+    y.v_scale = y.k_scale + (type_bytes(type) == 1 ? Hkv * padded_d(type, d_k) * 4 : 0);
+    y.bytes = round_up(y.v_scale + (type_bytes(type) == 1 ? Hkv * padded_d(type, d_v) * 4 : 0), 128);
+    return y;
+}
+
+bool packable(dkv_type t) { return t == DKV_F16 || t == DKV_BF16 || t == DKV_I8 || t == DKV_FP8; }
+
+/* One side (K or V) of a layer on its way into the packed layout. */
+struct PackSide {
+    dkv_tensor from;       /* [T_c][Hkv][d] */
+    char      *to;         /* rows of all heads */
+    float     *scale;      /* [Hkv][d'], 8-bit only: largest magnitudes until they are made scales */
+    int        d, row, vector, copy; /* row bytes; from has 16-byte rows; and is of the same type */
+};
+struct PackLayer { /* grid: (tiles of the longest head, heads), from head g on */
+    PackSide       side[2];
+    const int64_t *first, *rows; /* of the layer, on the device */
+    const dkv_run *runs;
+    int            g;
+    dkv_type       type;
+};
+struct PackHead { /* what a CTA needs of it */
+    const dkv_run *runs;
+    int64_t        rows, base; /* base: its first packed row */
+    int            n_runs, g;
+};
+DKV__DEVICE PackHead pack_head(const PackLayer &p) {
+    PackHead h;
+    h.g = p.g + blockIdx.y;
+    h.runs = p.runs + p.first[h.g];
+    h.n_runs = (int)(p.first[h.g + 1] - p.first[h.g]);
+    h.rows = p.rows[h.g];
+    h.base = 0;
+    for (int i = 0; i < h.g; i++) h.base += round_up(p.rows[i], TILE);
+    return h;
+}
+
+/* Where the 128 rows of this CTA's tile come from; -1: padding. Runs are found by a 32-ary search of one warp, and
+   each row's run among those of the tile by halving. */
+DKV__DEVICE void tile_positions(const PackHead &h, int64_t tile, int64_t *position, dkv_run *runs, int *found) {
+    const int tid = threadIdx.x, lane = tid & 31;
+    if (tid < 32) {
+        int lo = 0, n = h.n_runs; /* the last run with row <= first row of the tile is in [lo, lo + n) */
+        while (n > 1) {
+            int  step = (n + 31) / 32, i = lo + lane * step;
+            bool before = lane * step < n && h.runs[i].row <= tile * TILE;
+            int  last = 31 - __clz(__ballot_sync(~0u, before) | 1);
+            lo += last * step;
+            n = least(step, n - last * step);
+        }
+        if (lane == 0) *found = lo;
+    }
+    __syncthreads();
+    if (tid < TILE && *found + tid < h.n_runs) runs[tid] = h.runs[*found + tid];
+    __syncthreads();
+    if (tid < TILE) {
+        int64_t row = tile * TILE + tid;
+        int     lo = 0, n = least(h.n_runs - *found, TILE);
+        while (n > 1) {
+            int half = n / 2;
+            bool before = runs[lo + half].row <= row;
+            lo += before ? half : 0;
+            n = before ? n - half : half;
+        }
+        position[tid] = row < h.rows ? runs[lo].pos + row - runs[lo].row : -1;
+    }
+    __syncthreads();
+}
+
+struct Eight { float x[8]; };
+DKV__DEVICE Eight load8(const char *p, dkv_type type, int64_t stride, bool vector) {
+    Eight y;
+    if (vector && type == DKV_F32) {
+        *(float4 *)y.x = *(const float4 *)p;
+        *(float4 *)(y.x + 4) = *(const float4 *)(p + 16);
+    } else if (vector) {
+        uint4 raw = *(const uint4 *)p;
+#pragma unroll
+        for (int j = 0; j < 8; j++) y.x[j] = element((const char *)&raw + 2 * j, type);
+    } else {
+        for (int j = 0; j < 8; j++) y.x[j] = element(p + j * stride, type);
+    }
+    return y;
+}
+
+/* x / scale, rounded. */
+DKV__DEVICE void store8(char *p, dkv_type type, const Eight &y, const float *scale) {
+    __align__(16) char raw[16];
+#pragma unroll
+    for (int j = 0; j < 8; j++) set_element(raw + j * type_bytes(type), type, scale ? y.x[j] / scale[j] : y.x[j]);
+    if (type_bytes(type) == 2) *(uint4 *)p = *(uint4 *)raw;
+    else *(uint2 *)p = *(uint2 *)raw;
+}
+
+DKV__DEVICE float scale_from(float top, dkv_type type) {
+    float s = top / (type == DKV_I8 ? 127.0f : 448.0f);
+    return s < 1.17549435e-38f ? 1.0f : s; /* zeros, or subnormal and as good as zeros; not a NaN */
+}
+
+/* Rows of one tile. Same type: 16 bytes as they are, eight loads of a thread in flight. */
+__global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLayer p) {
+    __shared__ int64_t position[TILE];
+    __shared__ dkv_run runs[TILE];
+    __shared__ int     found;
+    const PackHead     h = pack_head(p);
+    if ((int64_t)blockIdx.x * TILE >= h.rows) return;
+    tile_positions(h, blockIdx.x, position, runs, &found);
+    for (int i = 0; i < 2; i++) {
+        const PackSide &s = p.side[i];
+        char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row;
+        const float    *own = s.scale + h.g * (s.row / type_bytes(p.type)); /* used if there are scales */
+        if (s.copy) {
+            const int chunks = s.row / 16, n = TILE * chunks, real = s.d / 8;
+            for (int j0 = threadIdx.x; j0 < n; j0 += 256 * 8) {
+                uint4 x[8];
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+                    int j = j0 + u * 256, row = j / chunks, c = j % chunks;
+                    x[u] = uint4{0, 0, 0, 0};
+                    if (j < n && position[row] >= 0 && c < real) {
+                        x[u] = __ldcs((const uint4 *)(at(s.from, position[row], h.g) + 16 * c));
+                    }
+                }
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+                    if (j0 + u * 256 < n) *(uint4 *)(to + (j0 + u * 256) * 16) = x[u];
+                }
+            }
+            continue;
+        }
+        const int e = type_bytes(p.type), chunks = s.row / e / 8; /* of eight elements; d is a multiple of 8 */
+        for (int j = threadIdx.x; j < TILE * chunks; j += 256) {
+            int   row = j / chunks, c = j % chunks;
+            Eight x = {}, scale;
+            if (position[row] >= 0 && c * 8 < s.d) {
+                x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim,
+                          s.vector);
+            }
+            for (int u = 0; u < 8 && s.scale; u++) scale.x[u] = scale_from(own[c * 8 + u], p.type);
+            store8(to + (int64_t)row * s.row + c * 8 * e, p.type, x, s.scale ? scale.x : NULL);
+        }
+    }
+}
+
+/* Largest magnitudes of a tile's channels into side.scale: as integers their order is that of the floats, so the
+   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. */
+__global__ void __launch_bounds__(256) measure_tile(const __grid_constant__ PackLayer p) {
+    __shared__ int64_t  position[TILE];
+    __shared__ dkv_run  runs[TILE];
+    __shared__ int      found;
+    __shared__ unsigned top[256];
+    const PackHead      h = pack_head(p);
+    if ((int64_t)blockIdx.x * TILE >= h.rows) return;
+    tile_positions(h, blockIdx.x, position, runs, &found);
+    for (int i = 0; i < 2; i++) {
+        const PackSide &s = p.side[i];
+        const int       chunks = s.d / 8, lanes = 256 / chunks;
+        unsigned       *to = (unsigned *)s.scale + h.g * (s.row / type_bytes(p.type));
+        top[threadIdx.x] = 0;
+        __syncthreads();
+        unsigned own[8] = {};
+        for (int row = threadIdx.x / chunks; threadIdx.x < lanes * chunks && row < TILE; row += lanes) {
+            if (position[row] < 0) break;
+            int   c = threadIdx.x % chunks;
+            Eight x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
+                            s.from.stride_dim, s.vector);
+            for (int u = 0; u < 8; u++) {
+                unsigned a = __float_as_uint(x.x[u]) & 0x7fffffffu;
+                own[u] = most(own[u], a >= 0x7f800000u ? 0x7fc00000u : a);
+            }
+        }
+        for (int u = 0; u < 8; u++) {
+            if (own[u]) atomicMax(&top[threadIdx.x % chunks * 8 + u], own[u]);
+        }
+        __syncthreads();
+        if (threadIdx.x < s.d && top[threadIdx.x]) atomicMax(to + threadIdx.x, top[threadIdx.x]);
+        __syncthreads();
+    }
+}
+
+__global__ void finish_scales(float *scale, int n, dkv_type type) {
+    int i = blockIdx.x * 256 + threadIdx.x;
+    if (i < n) scale[i] = scale_from(scale[i], type);
+}
+
+__global__ void unpack_rows(dkv_tensor to, const char *from, int row_bytes, dkv_type type, const float *scale, int g,
+                            int64_t rows, int d) {
+    for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; i < rows * d; i += (int64_t)gridDim.x * 256) {
+        int64_t row = i / d;
+        int     j = (int)(i % d);
+        float   x = element(from + row * row_bytes + j * type_bytes(type), type);
+        set_element(at(to, row, g) + j * to.stride_dim, to.type, scale ? x * scale[j] : x);
+    }
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type type, const dkv_plan *plan,
+                                    const dkv_plan *on_device, int l, int d_k, int d_v, const dkv_segment *source,
+                                    void *stream) {
+    const int64_t *rows = plan->rows + (int64_t)l * plan->Hkv;
+    if (!packable(type)) return DKV_ERR_TYPE;
+    if (d_k < 8 || d_k > 256 || d_k % 8 || d_v < 8 || d_v > 256 || d_v % 8) return DKV_ERR_SHAPE;
+    Layout y = layout_of(type, plan->Hkv, d_k, d_v, rows);
+    if (!mem) {
+        *bytes = (size_t)y.bytes;
+        return DKV_OK;
+    }
+    if (*bytes < (size_t)y.bytes) return DKV_ERR_CAPACITY;
+    if ((uintptr_t)mem % 128) return DKV_ERR_ALIGN;
+    if (source->packed || source->k.type > DKV_BF16 || source->v.type > DKV_BF16) return DKV_ERR_TYPE;
+    if (source->rows || source->n != plan->T_c) return DKV_ERR_SHAPE;
+    cudaStream_t st = (cudaStream_t)stream;
+    char        *data = (char *)mem;
+    const bool   scaled = type_bytes(type) == 1;
+    PackLayer    p = {};
+    p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k), 0};
+    p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v), 0};
+    for (PackSide &s : p.side) s.copy = s.vector && s.from.type == type;
+    if (scaled) p.side[0].scale = (float *)(data + y.k_scale), p.side[1].scale = (float *)(data + y.v_scale);
+    p.first = on_device->first + (int64_t)l * plan->Hkv;
+    p.rows = on_device->rows + (int64_t)l * plan->Hkv;
+    p.runs = on_device->runs;
+    p.type = type;
+    int64_t longest = 0;
+    for (int g = 0; g < plan->Hkv; g++) longest = most(longest, ceil_div(rows[g], TILE));
+    dkv_result r = scaled ? did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)(y.bytes - y.k_scale), st)) : DKV_OK;
+    if (!scaled && longest) pack_tile<<<dim3((unsigned)longest, (unsigned)plan->Hkv), 256, 0, st>>>(p);
+    for (p.g = 0; scaled && p.g < plan->Hkv && !r; p.g++) { /* by heads, so that the second reading hits L2 */
+        unsigned tiles = (unsigned)ceil_div(rows[p.g], TILE);
+        if (tiles) measure_tile<<<tiles, 256, 0, st>>>(p);
+        if (tiles) pack_tile<<<tiles, 256, 0, st>>>(p);
+    }
+    if (scaled && !r) {
+        int n = (int)((y.bytes - y.k_scale) / 4);
+        finish_scales<<<(n + 255) / 256, 256, 0, st>>>((float *)(data + y.k_scale), n, type);
+    }
+    if (!r) r = launched();
+    if (r) return r;
+    *out = dkv_packed{mem, type, plan->Hkv, d_k, d_v, rows, 0};
+    *bytes = (size_t)y.bytes;
+    return DKV_OK;
+}
+
+extern "C" dkv_result dkv_cuda_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *p, int g, void *stream) {
+    if (!packable(p->type) || k.type > DKV_BF16 || v.type > DKV_BF16) return DKV_ERR_TYPE;
+    Layout  y = layout_of(p->type, p->Hkv, p->d_k, p->d_v, p->rows);
+    int64_t before = 0, rows = p->rows[g];
+    for (int i = 0; i < g; i++) before += round_up(p->rows[i], TILE);
+    const char  *data = (const char *)p->data;
+    const float *k_scale = (const float *)(data + y.k_scale) + g * padded_d(p->type, p->d_k);
+    const float *v_scale = (const float *)(data + y.v_scale) + g * padded_d(p->type, p->d_v);
+    bool         scaled = type_bytes(p->type) == 1;
+    if (!rows) return DKV_OK;
+    unsigned grid = (unsigned)least(ceil_div(rows * p->d_k, 256), (int64_t)4096);
+    unpack_rows<<<grid, 256, 0, (cudaStream_t)stream>>>(k, data + before * y.k_row, (int)y.k_row, p->type,
+                                                        scaled ? k_scale : NULL, g, rows, p->d_k);
+    unpack_rows<<<grid, 256, 0, (cudaStream_t)stream>>>(v, data + y.v + before * y.v_row, (int)y.v_row, p->type,
+                                                        scaled ? v_scale : NULL, g, rows, p->d_v);
+    return launched();
+}
+
+/* ==========================================================================
+   [ATTEND]  softmax(scale * q . k) v over context and tail, K and V read once per KV head
+   in:  queries of all heads; per KV head its own number of keys; the tail's length on the device
+   out: outputs, LSE
+   ========================================================================== */
+
+namespace {
+
+/* ---- the batch in device memory ---- */
+
+enum { CONTEXT_K, CONTEXT_V, TAIL_K, TAIL_V, SOURCES };
+
+struct alignas(128) Attention {
+    CUtensorMap    map[SOURCES];      /* [head][row][d]; a packed context is one head */
+    dkv_tensor     source[SOURCES];   /* the same for loads without TMA; head stride 0 if packed */
+    dkv_tensor     q, out;
+    const float   *sink;
+    float         *lse;
+    const float   *k_scale, *v_scale; /* 8-bit context: [Hkv][d'] */
+    const int64_t *length;            /* tail's, or NULL: tail itself */
+    int64_t        tail;
+    int32_t        N_q, H, Hkv, G, d_k, d_v, k_pitch, v_pitch; /* pitches of the scales */
+    int32_t        first_head, first_item, blocks; /* in heads and items; row blocks of a KV head */
+    int32_t        packed, first_row; /* first_row: queries of the attentions before */
+    int8_t         vector[SOURCES], q_vector, out_vector;
+    float          scale, softcap;    /* scale * log2 e; softcap / scale as it stands */
+};
+
+struct Head { int64_t rows, base; }; /* of the context: how many, and the first one if packed */
+
+/* One KV head, or in whole mode one row block of it: what shares are computed from, in one read. */
+struct Item { int32_t a, g, m, context; const int64_t *length; int64_t tail; int32_t N_q, G; };
+
+struct Work { /* kernel parameter */
+    const Attention *attentions;
+    const Head      *heads;
+    const Item      *items;
+    int             *arrived; /* [items], zero between launches */
+    float           *slots;   /* [2 * CTAs][rows of a block * (D + 2)] */
+    int              n_items, blocks, split, tma, stages;
+};
+
+DKV__DEVICE int64_t tail_length(const Item &x) {
+    return x.length ? least(most(*x.length, (int64_t)0), x.tail) : x.tail;
+}
+/* Tail rows that query i sees, of a tail of n. */
+DKV__DEVICE int64_t visible(int64_t n, int64_t N_q, int64_t i) { return least(most(n - N_q + 1 + i, (int64_t)0), n); }
+
+/* Tiles of context and tail that the row block ending before row end looks at. */
+DKV__DEVICE int tiles_until(const Item &x, int64_t length, int64_t end) {
+    int64_t last = least((end - 1) / x.G, (int64_t)x.N_q - 1);
+    return x.context + (int)ceil_div(visible(length, x.N_q, last), TILE);
+}
+
+/* ---- shares of work ---- */
+
+/* What a CTA does next: tiles [tile, end) of an item's row block m. */
+struct Piece {
+    const Attention *a;
+    int              item, g, m, tile, end, context; /* context: tiles of it */
+    int64_t          rows, base, length;             /* context rows of the head, the first of them; tail */
+    bool             whole;                          /* the item has no other piece */
+    int              slot;                           /* otherwise, where the piece goes */
+    int64_t          unit;                           /* first unit of the item, in the line of all tiles */
+};
+
+/* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too.
+   Group c of n has units [U c / n, U (c + 1) / n); its CTAs have one row block each and run through the same keys at
+   the same time. Every warp walks by itself. */
+struct Walk { int item, at, pieces; int64_t left, unit, units; };
+
+template <int M> DKV__DEVICE int item_units(const Item &x) {
+    return most(x.context + (int)ceil_div(tail_length(x), TILE), 1);
+}
+
+DKV__DEVICE int warp_sum(int x) {
+    for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(~0u, x, i);
+    return x;
+}
+
+/* Units before item, among all; total in *units. */
+template <int M> DKV__DEVICE int64_t units_before(const Work &w, int item, int64_t *units) {
+    int64_t before = 0, all = 0;
+    for (int i = 0; i < w.n_items; i += 32) {
+        int lane = i + (threadIdx.x & 31), u = lane < w.n_items ? item_units<M>(w.items[lane]) : 0;
+        all += warp_sum(u);
+        before += warp_sum(lane < item ? u : 0);
+    }
+    *units = all;
+    return before;
+}
+
+template <int M> DKV__DEVICE Walk walk_begin(const Work &w) {
+    Walk x = {};
+    if (!w.split) {
+        x.item = (int)blockIdx.x;
+        return x;
+    }
+    int     groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
+    int     lane = threadIdx.x & 31;
+    units_before<M>(w, 0, &x.units);
+    int64_t begin = x.units * c / groups, before = 0;
+    x.left = x.units * (c + 1) / groups - begin;
+    for (int i = 0; i < w.n_items; i += 32) { /* the last item that starts at or before begin */
+        int u = i + lane < w.n_items ? item_units<M>(w.items[i + lane]) : 0, upto = u;
+        for (int j = 1; j < 32; j <<= 1) {
+            int y = __shfl_up_sync(~0u, upto, j);
+            upto += lane >= j ? y : 0;
+        }
+        unsigned open = __ballot_sync(~0u, i + lane < w.n_items && before + upto > begin);
+        if (open) {
+            int first = __ffs(open) - 1;
+            x.item = i + first;
+            x.unit = before + __shfl_sync(~0u, upto - u, first);
+            x.at = (int)(begin - x.unit);
+            break;
+        }
+        before += __shfl_sync(~0u, upto, 31);
+    }
+    return x;
+}
+
+template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
+    if (w.split ? x.left <= 0 : x.item >= w.n_items) return false;
+    const Item  i = w.items[x.item];
+    const Head  h = w.heads[w.attentions[i.a].first_head + i.g];
+    p.a = w.attentions + i.a;
+    p.item = x.item;
+    p.g = i.g;
+    p.m = w.split ? (int)(blockIdx.x % w.blocks) : i.m;
+    p.context = i.context;
+    p.rows = h.rows;
+    p.base = h.base;
+    p.length = tail_length(i);
+    p.tile = 0;
+    p.end = tiles_until(i, p.length, (int64_t)(p.m + 1) * M);
+    p.whole = true;
+    p.unit = x.unit;
+    if (!w.split) {
+        x.item += gridDim.x;
+        return true;
+    }
+    int units = item_units<M>(i), n = (int)least(x.left, (int64_t)(units - x.at));
+    p.whole = n == units;
+    p.tile = x.at;
+    p.end = least(p.end, x.at + n);
+    p.slot = 2 * blockIdx.x + (x.pieces++ > 0);
+    x.left -= n;
+    x.at = 0;
+    x.unit += units;
+    x.item++;
+    return true;
+}
+
+/* Where the pieces of an item are: in slots of groups first .. last, in order. */
+struct Pieces { int64_t unit, units; int groups, blocks, m, first, last; };
+
+DKV__DEVICE Pieces pieces_of(const Work &w, int64_t unit, int n, int64_t units, int m, int ctas) {
+    Pieces p = {unit, units, ctas / w.blocks, w.blocks, m, 0, 0};
+    p.first = (int)(((unit + 1) * p.groups - 1) / units); /* the group whose share has the item's first unit */
+    p.last = (int)(((unit + n) * p.groups - 1) / units);
+    return p;
+}
+/* Slot of group c's piece, -1 if it has none. */
+DKV__DEVICE int piece_slot(const Pieces &p, int c) {
+    int64_t begin = p.units * c / p.groups, end = p.units * (c + 1) / p.groups;
+    if (begin == end) return -1;
+    return 2 * (c * p.blocks + p.m) + (begin < p.unit);
+}
+DKV__DEVICE int piece_count(const Pieces &p) {
+    int n = 0;
+    for (int c = p.first; c <= p.last; c++) n += piece_slot(p, c) >= 0;
+    return n;
+}
+
+/* ---- rows ---- */
+
+struct Row { int64_t i; int h; bool real; }; /* query, head */
+template <int M> DKV__DEVICE Row row_of(const Piece &p, int r) {
+    int R = p.m * M + r, G = p.a->G, i = R / G;
+    return Row{i, p.g * G + (R - i * G), R < p.a->N_q * G};
+}
+/* Keys of the tile at `row` of its segment that query row r sees. */
+template <int M> DKV__DEVICE int row_sees(const Piece &p, int r, bool tail, int64_t row) {
+    int64_t n = tail ? visible(p.length, p.a->N_q, (p.m * M + r) / p.a->G) : p.rows;
+    return (int)most(least(n - row, (int64_t)TILE * 2), (int64_t)0);
+}
+
+/* The end of a row: its largest logit (in powers of 2) and sum become its LSE; returns what o is multiplied by. */
+DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, float sum) {
+    float weight = 1.0f, sink = a.sink ? a.sink[row.h] * LOG2E : -INFINITY;
+    if (sink > top) { /* the sink leads: everything else is weighed against it */
+        weight = exp2_fast(top - sink);
+        sum = sum * weight + 1.0f;
+        top = sink;
+    } else if (sink > -INFINITY) {
+        sum += exp2_fast(sink - top);
+    }
+    if (a.lse) a.lse[row.i * a.H + row.h] = sum == 0.0f ? -INFINITY : (top + log2f(sum)) * LN2;
+    return sum == 0.0f ? 0.0f : weight / sum; /* no key at all: 0 */
+}
+
+template <int N> DKV__DEVICE void store_out(const Attention &a, const Row &row, int j, const float (&x)[N]) {
+    char *p = at(a.out, row.i, row.h) + j * a.out.stride_dim;
+    if (!row.real || j >= a.d_v) return;
+    if (a.out_vector && a.out.type != DKV_F32) {
+#pragma unroll
+        for (int u = 0; u < N; u += 2) {
+            *(uint32_t *)(p + 2 * u) = a.out.type == DKV_F16 ? pair_of<__half>(x[u], x[u + 1])
+                                                              : pair_of<__nv_bfloat16>(x[u], x[u + 1]);
+        }
+    } else {
+#pragma unroll
+        for (int u = 0; u < N; u++) set_element(p + u * a.out.stride_dim, a.out.type, x[u]);
+    }
+}
+
+/* Merges row r of an item's pieces, by one warp. A piece without a finite logit holds zeros, or NaN to pass on. */
+template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
+                                                     const float *slots) {
+    constexpr int N = D / 32;
+    const int     lane = threadIdx.x & 31;
+    float         top = -INFINITY, sum = 0.0f, o[N] = {};
+    for (int c = p.first; c <= p.last; c++) {
+        int slot = piece_slot(p, c);
+        if (slot >= 0) top = fmaxf(top, __ldcg(slots + (int64_t)slot * M * (D + 2) + M * D + r));
+    }
+    for (int c = p.first; c <= p.last; c++) {
+        int slot = piece_slot(p, c);
+        if (slot < 0) continue;
+        const float *s = slots + (int64_t)slot * M * (D + 2);
+        float        own = __ldcg(s + M * D + r), weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
+        sum += weight * __ldcg(s + M * (D + 1) + r);
+#pragma unroll
+        for (int u = 0; u < N; u++) o[u] += weight * __ldcg(s + r * D + lane * N + u);
+    }
+    float weight = 0.0f;
+    if (lane == 0) weight = finish_row(a, row, top, sum);
+    weight = __shfl_sync(~0u, weight, 0);
+#pragma unroll
+    for (int u = 0; u < N; u++) o[u] *= weight;
+    store_out<N>(a, row, lane * N, o);
+}
+
+/* ---- softmax of a tile, in registers ---- */
+
+/* s: N groups of 8 keys, each thread two rows by two keys as mma leaves them; becomes exp2(s * factor - top).
+   sees: keys of the tile that the two rows see, key: the first key of s in the tile. alpha: what the past weighs. */
+template <int N>
+DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2], float (&alpha)[2],
+                              const float (&factor)[2], float softcap, const int (&sees)[2], int key) {
+    const int t = (threadIdx.x & 3) * 2;
+    float     f[2] = {factor[0], factor[1]};
+    if (softcap > 0.0f) { /* tanh(y) = 1 - 2 / (1 + e^2y), here with y = logit / softcap; f then is softcap * log2 e */
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+#pragma unroll
+            for (int u = 0; u < 4; u++) {
+                float y = exp2_fast(s[n][u] * factor[u >> 1] * (2.0f / softcap));
+                s[n][u] = 1.0f - __fdividef(2.0f, 1.0f + y);
+            }
+        }
+        f[0] = f[1] = softcap * LOG2E;
+    }
+    if (sees[0] < key + 8 * N || sees[1] < key + 8 * N) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+#pragma unroll
+            for (int u = 0; u < 4; u++) {
+                if (key + 8 * n + t + (u & 1) >= sees[u >> 1]) s[n][u] = -INFINITY;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float now = fmaxf(s[0][2 * i], s[0][2 * i + 1]);
+#pragma unroll
+        for (int n = 1; n < N; n++) now = fmaxf(now, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+        now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+        now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+        now = fmaxf(now * f[i], top[i]);
+        float from = now == -INFINITY ? 0.0f : now; /* nothing seen yet: exp2(-inf - 0) = 0 */
+        alpha[i] = exp2_fast(top[i] - from);
+        top[i] = now;
+        float part = 0.0f;
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+#pragma unroll
+            for (int u = 2 * i; u < 2 * i + 2; u++) {
+                s[n][u] = exp2_fast(fmaf(s[n][u], f[i], -from));
+                part += s[n][u];
+            }
+        }
+        sum[i] = sum[i] * alpha[i] + part;
+    }
+}
+
+DKV__DEVICE float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+/* ---- attention by mma.sync: few rows (decoding), 8-bit contexts, sm_80, any strides ------------------------------
+
+   math    S = Q K^T and O += P V by m16n8k16, K and V as B operands, f32 accumulators; 8-bit elements become f16 in
+           registers, K's scales are in q, V's are applied to O where the context ends
+   shapes  RW groups of 16 query rows x TW = 8 / RW groups of keys; a stage is 32 KB at D = 128: 128 keys of K or V in
+           16 bits, 256 in 8
+   CTA     8 consumer warps, each 16 rows by 1 / TW of a tile's keys, with its own maximum, sum and O, which meet at
+           the end of a piece; one warp fills a ring of stages, by TMA or (other strides, sm_80) by cp.async
+   why     decoding reads 32 KB per microsecond and SM: mma.sync keeps up at a quarter of its rate, and needs no P in
+           shared memory; keys split over warps because rows do not fill them
+   limits  D 64, 128, 256 (smaller d padded with zeros by the loads)                                               */
+
+template <class T> struct Name;
+template <> struct Name<__half> { static constexpr dkv_type type = DKV_F16; };
+template <> struct Name<__nv_bfloat16> { static constexpr dkv_type type = DKV_BF16; };
+template <int TYPE> struct Compute { typedef __half T; };
+template <> struct Compute<DKV_BF16> { typedef __nv_bfloat16 T; };
+
+template <int TYPE, int D, int RW> struct MmaShape {
+    static constexpr int M = 16 * RW, TW = 8 / RW;
+    static constexpr int BYTES = TYPE == DKV_I8 || TYPE == DKV_FP8 ? 1 : 2;
+    static constexpr int KEYS = BYTES == 1 ? 2 * TILE : TILE; /* of a context tile */
+    static constexpr int PITCH = BYTES * D < 128 ? BYTES * D : 128;
+    static constexpr int STAGE = TILE * D * 2;
+    static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 5 : 3;
+    static constexpr int RED = 8 * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart: no conflicts */
+    static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 16 * 16;
+};
+constexpr int CONSUMERS = 256; /* threads of the 8 consumer warps */
+
+/* One stage <- rows of a source, from row on; by one warp. */
+template <int BYTES, int D, int ROWS>
+DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uint64_t *full, bool tma, uint64_t policy) {
+    constexpr int     PITCH = BYTES * D < 128 ? BYTES * D : 128, CHUNKS = BYTES * D / 16;
+    const Attention  &a = *p.a;
+    const bool        packed = which < TAIL_K && a.packed;
+    const int         lane = threadIdx.x & 31;
+#if __CUDA_ARCH__ >= 900
+    if (tma) {
+        if (lane == 0) {
+            bar_expect(full, ROWS * D * BYTES);
+            for (int i = 0; i < BYTES * D / PITCH; i++) {
+                tma_load(shared_address(to) + i * ROWS * PITCH, &a.map[which], i * (PITCH / BYTES),
+                         (int)(row + (packed ? p.base : 0)), packed ? 0 : p.g, full, policy);
+            }
+        }
+        return;
+    }
+#endif
+    const dkv_tensor &t = a.source[which];
+    const int64_t     rows = (which < TAIL_K ? p.rows : p.length) - row; /* that exist */
+    const int         d = which & 1 ? a.d_v : a.d_k;
+    const char       *from = at(t, row + (packed ? p.base : 0), packed ? 0 : p.g);
+    for (int i = lane; i < ROWS * CHUNKS; i += 32) {
+        int      r = i / CHUNKS, c = i % CHUNKS;
+        uint32_t dst = tile_offset<PITCH, ROWS>(r, c);
+        bool     real = r < rows && c * (16 / BYTES) < d;
+        if (a.vector[which]) {
+            copy16(shared_address(to) + dst, real ? from + r * t.stride_token + c * 16 : (const char *)t.data, real);
+        } else {
+            uint4 x = {0, 0, 0, 0};
+            for (int j = 0; real && j < 8; j++) { /* 16-bit elements: packed data is always a vector */
+                ((uint16_t *)&x)[j] = *(const uint16_t *)(from + r * t.stride_token + (c * 8 + j) * t.stride_dim);
+            }
+            *(uint4 *)(to + dst) = x;
+        }
+    }
+    if (a.vector[which]) bar_arrive_copies(full);
+    else bar_arrive(full);
+}
+
+/* Rows of q into shared memory, times the channel scales of an 8-bit context: by rows of a warp. Each such row is
+   scaled by a power of two so that f16 holds it, whatever the scales are; factor[r]: what its logits then want.
+   8-bit keys come as 4 adjacent elements a thread, so 16 elements of q lie in the order that mma pairs them with. */
+template <class T, int D, int M>
+DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scaled, bool fp8) {
+    constexpr int    N = D / 32;
+    const Attention &a = *p.a;
+    const int        warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const float     *scale = a.k_scale + (int64_t)p.g * a.k_pitch;
+    for (int r = warp * (M / 8); r < (warp + 1) * (M / 8); r++) {
+        Row         row = row_of<M>(p, r);
+        const char *from = at(a.q, row.i, row.h);
+        float       x[N], peak = 0.0f;
+#pragma unroll
+        for (int u = 0; u < N; u++) {
+            int j = lane * N + u;
+            x[u] = row.real && j < a.d_k ? element(from + j * a.q.stride_dim, a.q.type) : 0.0f;
+            if (scaled) x[u] *= j < a.d_k ? scale[j] * (fp8 ? 256.0f : 1.0f) : 0.0f;
+            peak = fmaxf(peak, fabsf(x[u]));
+        }
+        int shift = 0; /* of the exponent: the largest element becomes 2^13 .. 2^14 */
+        if (scaled) {
+            for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
+            if (peak >= 1.17549435e-38f && peak < INFINITY) shift = least(13 + 127 - (int)(__float_as_uint(peak) >> 23), 120);
+        }
+        if (lane == 0) factor[r] = a.scale * __uint_as_float((uint32_t)(127 - shift) << 23);
+        float lift = __uint_as_float((uint32_t)(127 + shift) << 23);
+#pragma unroll
+        for (int u = 0; u < N; u++) {
+            int j = lane * N + u, k = j & 15;
+            if (scaled) j = (j & ~15) | (k & 2) * 4 | k / 4 * 2 | (k & 1); /* d = 4t + e -> 2t + e, or 8 + 2t + e - 2 */
+            *(T *)(to + tile_offset<128, M>(r, j / 8) + (j & 7) * 2) = (T)(x[u] * lift);
+        }
+    }
+}
+
+/* Keys of a warp's share of a 16-bit tile: S. q: the 16 rows at row0 of shared memory. */
+template <class T, int D, int M, int N, int PITCH>
+DKV__DEVICE void scores16(float (&s)[N][4], const char *q, int row0, const char *k, int key) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int c = 0; c < D / 16; c++) {
+        uint32_t a[4], b[4];
+        ldmatrix(a, shared_address(q) + tile_offset<128, M>(row0 + (lane & 15), 2 * c + (lane >> 4)));
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            int row = key + n * 8 + (lane & 7) + (lane >> 4) * 8;
+            ldmatrix(b, shared_address(k) + tile_offset<PITCH, TILE>(row, 2 * c + (lane >> 3 & 1)));
+            mma<T>(s[n], a, b[0], b[1]);
+            mma<T>(s[n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+/* The same for 8 bits: one register of ldmatrix is 4 elements of a key, and a k step 16 elements = one chunk. */
+template <int TYPE, int D, int M, int N, int PITCH, int KEYS>
+DKV__DEVICE void scores8(float (&s)[N][4], const char *q, int row0, const char *k, int key) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int c = 0; c < D / 16; c += 2) {
+        uint32_t a[2][4], b[4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            ldmatrix(a[i], shared_address(q) + tile_offset<128, M>(row0 + (lane & 15), 2 * (c + i) + (lane >> 4)));
+        }
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            int row = key + n * 8 + (lane & 7) + (lane >> 4) * 8;
+            ldmatrix(b, shared_address(k) + tile_offset<PITCH, KEYS>(row, c + (lane >> 3 & 1)));
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                mma<__half>(s[n + i / 2], a[i & 1], bytes_pair<TYPE, 0, 1>(b[i]), bytes_pair<TYPE, 2, 3>(b[i]));
+            }
+        }
+    }
+}
+
+/* P of 16 keys as the A operand. */
+template <class T, int N> DKV__DEVICE void weights(uint32_t (&a)[4], const float (&s)[N][4], int n) {
+    a[0] = pair_of<T>(s[n][0], s[n][1]);
+    a[1] = pair_of<T>(s[n][2], s[n][3]);
+    a[2] = pair_of<T>(s[n + 1][0], s[n + 1][1]);
+    a[3] = pair_of<T>(s[n + 1][2], s[n + 1][3]);
+}
+
+/* Both, one or no half: of two keys, those below n. */
+DKV__DEVICE uint32_t halves_below(int n) { return n >= 2 ? ~0u : n == 1 ? 0xffffu : 0u; }
+
+/* O += P V for 16-bit V. Rows from `real` on may hold anything and count as zeros: 0 * NaN is NaN. */
+template <class T, int D, int N, int PITCH>
+DKV__DEVICE void mix16(float (&o)[D / 8][4], const float (&s)[N][4], const char *v, int key, int real) {
+    const int lane = threadIdx.x & 31, t = (lane & 3) * 2;
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        uint32_t       a[4], b[4];
+        const uint32_t low = halves_below(real - key - n * 8 - t), high = halves_below(real - key - n * 8 - 8 - t);
+        weights<T>(a, s, n);
+#pragma unroll
+        for (int c = 0; c < D / 8; c += 2) {
+            ldmatrix_t(b, shared_address(v) + tile_offset<PITCH, TILE>(key + n * 8 + (lane & 15), c + (lane >> 4)));
+            mma<T>(o[c], a, b[0] & low, b[1] & high);
+            mma<T>(o[c + 1], a, b[2] & low, b[3] & high);
+        }
+    }
+}
+
+/* 8-bit V: transposed in pairs, a register is elements (2n, 2n + 1) of two keys, so the even elements of a chunk are
+   one product and the odd ones the next: O's columns are in pair order until they are put straight. */
+template <int TYPE, int D, int N, int PITCH, int KEYS>
+DKV__DEVICE void mix8(float (&o)[D / 8][4], const float (&s)[N][4], const char *v, int key) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        uint32_t a[4], b[4];
+        weights<__half>(a, s, n);
+#pragma unroll
+        for (int c = 0; c < D / 16; c += 2) {
+            ldmatrix_t(b, shared_address(v) + tile_offset<PITCH, KEYS>(key + n * 8 + (lane & 15), c + (lane >> 4)));
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                mma<__half>(o[2 * (c + i)], a, bytes_pair<TYPE, 0, 2>(b[2 * i]), bytes_pair<TYPE, 0, 2>(b[2 * i + 1]));
+                mma<__half>(o[2 * (c + i) + 1], a, bytes_pair<TYPE, 1, 3>(b[2 * i]), bytes_pair<TYPE, 1, 3>(b[2 * i + 1]));
+            }
+        }
+    }
+}
+
+/* Pair order -> straight order, times V's scales. In a chunk of 16 a thread has elements 4t .. 4t + 3, in straight
+   order it gets 2t, 2t + 1 of either half. */
+template <int D> DKV__DEVICE void straighten(float (&o)[D / 8][4], const float *scale, int d, float lift) {
+    const int lane = threadIdx.x & 31, t = lane & 3, src = (lane & ~3) | t / 2;
+#pragma unroll
+    for (int c = 0; c < D / 16; c++) {
+        float w[4];
+#pragma unroll
+        for (int u = 0; u < 4; u++) w[u] = 16 * c + 4 * t + u < d ? scale[16 * c + 4 * t + u] * lift : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) { /* rows */
+            float x[4] = {o[2 * c][i] * w[0], o[2 * c + 1][i] * w[1], o[2 * c][i + 1] * w[2], o[2 * c + 1][i + 1] * w[3]};
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float a = __shfl_sync(~0u, x[0], src + 2 * half), b = __shfl_sync(~0u, x[1], src + 2 * half);
+                float e = __shfl_sync(~0u, x[2], src + 2 * half), f = __shfl_sync(~0u, x[3], src + 2 * half);
+                o[2 * c + half][i] = t & 1 ? e : a;
+                o[2 * c + half][i + 1] = t & 1 ? f : b;
+            }
+        }
+    }
+}
+
+template <int N> DKV__DEVICE void scale_rows(float (&o)[N][4], const float (&w)[2]) {
+    if (__all_sync(~0u, w[0] == 1.0f && w[1] == 1.0f)) return;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        o[n][0] *= w[0], o[n][1] *= w[0];
+        o[n][2] *= w[1], o[n][3] *= w[1];
+    }
+}
+
+/* All warps' parts of a piece meet: into the output, or the piece's slot. */
+template <int TYPE, int D, int RW>
+DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4], const float (&top)[2], float (&sum)[2],
+                              float *red, float *tops, float *sums, float *weight) {
+    typedef MmaShape<TYPE, D, RW> S;
+    constexpr int                 M = S::M, TW = S::TW;
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4, rw = warp % RW;
+    for (int i = 0; i < 2; i++) {
+        sum[i] = quad_sum(sum[i]);
+        if (t == 0) tops[warp * 16 + r + 8 * i] = top[i], sums[warp * 16 + r + 8 * i] = sum[i];
+    }
+    named_sync(1, CONSUMERS);
+    float own[2];
+    for (int i = 0; i < 2; i++) {
+        float all = -INFINITY;
+        for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(rw + RW * j) * 16 + r + 8 * i]);
+        own[i] = top[i] == -INFINITY ? 1.0f : exp2_fast(top[i] - all);
+    }
+    scale_rows(o, own);
+    float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
+    for (int row = tid; row < M; row += CONSUMERS) {
+        float all = -INFINITY, total = 0.0f;
+        for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(row / 16 + RW * j) * 16 + row % 16]);
+        for (int j = 0; j < TW; j++) {
+            float x = tops[(row / 16 + RW * j) * 16 + row % 16];
+            total += sums[(row / 16 + RW * j) * 16 + row % 16] * (x == -INFINITY ? 1.0f : exp2_fast(x - all));
+        }
+        Row q = row_of<M>(p, row);
+        weight[row] = 1.0f;
+        if (!p.whole) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
+        else if (q.real) weight[row] = finish_row(*p.a, q, all, total);
+    }
+    for (int d0 = 0; d0 < D; d0 += 32) {
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) { /* registers want constant indices */
+            if (n / 4 != d0 / 32) continue;
+            float *to = red + (warp * 16 + r) * 40 + n % 4 * 8 + 2 * t;
+            *(float2 *)to = float2{o[n][0], o[n][1]};
+            *(float2 *)(to + 8 * 40) = float2{o[n][2], o[n][3]};
+        }
+        named_sync(1, CONSUMERS);
+        for (int i = tid; i < M * 16; i += CONSUMERS) {
+            int   row = i / 16, j = i % 16 * 2;
+            float x[2] = {0.0f, 0.0f};
+            for (int k = 0; k < TW; k++) {
+                float2 y = *(float2 *)(red + ((row / 16 + RW * k) * 16 + row % 16) * 40 + j);
+                x[0] += y.x, x[1] += y.y;
+            }
+            x[0] *= weight[row], x[1] *= weight[row];
+            if (p.whole) store_out<2>(*p.a, row_of<M>(p, row), d0 + j, x);
+            else *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
+        }
+        named_sync(1, CONSUMERS);
+    }
+}
+
+/* The CTA that finds itself the last of an item's pieces merges them all, in order; by all consumer warps. */
+template <int M, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, const Walk &x, int *flag) {
+    Pieces q = pieces_of(w, p.unit, item_units<M>(w.items[p.item]), x.units, p.m, gridDim.x);
+    __threadfence();
+    named_sync(1, CONSUMERS);
+    if (threadIdx.x == 0) {
+        *flag = atomicAdd(w.arrived + p.item, 1) == piece_count(q) - 1;
+        if (*flag) w.arrived[p.item] = 0;
+        __threadfence();
+    }
+    named_sync(1, CONSUMERS);
+    if (*flag) {
+        for (int r = threadIdx.x / 32; r < M; r += 8) {
+            Row row = row_of<M>(p, r);
+            if (row.real) combine_row<M, D>(*p.a, row, r, q, w.slots);
+        }
+    }
+    named_sync(1, CONSUMERS);
+}
+
+template <int TYPE, int D, int RW>
+__global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_constant__ Work w) {
+    typedef MmaShape<TYPE, D, RW>      S;
+    typedef typename Compute<TYPE>::T  T;
+    constexpr int                      M = S::M;
+    constexpr bool                     EIGHT = S::BYTES == 1;
+    extern __shared__ __align__(1024) char shared[];
+    char     *ring = shared, *q = ring + w.stages * S::STAGE;
+    float    *red = (float *)(q + M * D * 2), *tops = red + S::RED / 4, *sums = tops + 128, *weight = sums + 128;
+    uint64_t *full = (uint64_t *)(weight + 128), *empty = full + S::MOST_STAGES;
+    int      *flag = (int *)(empty + S::MOST_STAGES);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < w.stages; i++) {
+            bar_init(full + i, w.tma ? 1 : 32);
+            bar_init(empty + i, 8);
+        }
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+    __syncthreads();
+    Walk     walk = walk_begin<M>(w);
+    Piece    p;
+    int      stage = 0;
+    uint32_t phase = 0;
+
+    if (warp == 8) { /* the producer */
+        uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 900
+        policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
+#endif
+        while (walk_next<M>(walk, p, w)) {
+#if __CUDA_ARCH__ >= 900
+            if (w.tma && lane < SOURCES) tma_acquire(&p.a->map[lane]);
+            __syncwarp();
+#endif
+            for (int i = 2 * p.tile; i < 2 * p.end; i++) {
+                int tile = i / 2, v = i & 1;
+                bar_wait(empty + stage, phase ^ 1);
+                char *to = ring + stage * S::STAGE;
+                if (tile < p.context) {
+                    load_tile<S::BYTES, D, S::KEYS>(p, CONTEXT_K + v, (int64_t)tile * S::KEYS, to, full + stage, w.tma, policy);
+                } else {
+                    load_tile<2, D, TILE>(p, TAIL_K + v, (int64_t)(tile - p.context) * TILE, to, full + stage, w.tma, policy);
+                }
+                if (++stage == w.stages) stage = 0, phase ^= 1;
+            }
+        }
+        return;
+    }
+
+    const int rw = warp % RW, tw = warp / RW, r = lane / 4;
+    auto release = [&] {
+        __syncwarp();
+        if (lane == 0) bar_arrive(empty + stage);
+        if (++stage == w.stages) stage = 0, phase ^= 1;
+    };
+    while (walk_next<M>(walk, p, w)) {
+        float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 8][4] = {}, factor[2];
+        for (int tile = p.tile; tile < p.end; tile++) {
+            const bool tail = tile >= p.context;
+            if (tile == p.tile || tile == p.context) { /* a segment begins */
+                bool scaled = EIGHT && !tail;
+                if (EIGHT && tail && tile != p.tile) {
+                    straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
+                }
+                if (tile == p.tile || EIGHT) {
+                    named_sync(1, CONSUMERS); /* q and weight are read no more */
+                    load_queries<T, D, M>(p, q, weight, scaled, TYPE == DKV_FP8);
+                    named_sync(1, CONSUMERS);
+                    factor[0] = weight[16 * rw + r];
+                    factor[1] = weight[16 * rw + r + 8];
+                }
+            }
+            const char *k = ring + stage * S::STAGE;
+            float       alpha[2];
+            if (EIGHT && !tail) {
+                constexpr int N = S::KEYS / S::TW / 8, STEP = N < 8 ? N : 8; /* keys in eights; of a step */
+                bar_wait(full + stage, phase);
+                const int     first = tw * (S::KEYS / S::TW);
+                const int64_t row = (int64_t)tile * S::KEYS;
+                const int     sees[2] = {row_sees<M>(p, 0, false, row), row_sees<M>(p, 0, false, row)};
+                const int     stage_v = stage + 1 == w.stages ? 0 : stage + 1;
+                const uint32_t phase_v = phase ^ (stage + 1 == w.stages);
+                for (int n = 0; n < N; n += STEP) {
+                    float s[STEP][4] = {};
+                    scores8<TYPE, D, M, STEP, S::PITCH, S::KEYS>(s, q, 16 * rw, k, first + 8 * n);
+                    softmax_tile<STEP>(s, top, sum, alpha, factor, p.a->softcap, sees, first + 8 * n);
+                    scale_rows(o, alpha);
+                    if (n == 0) bar_wait(full + stage_v, phase_v);
+                    mix8<TYPE, D, STEP, S::PITCH, S::KEYS>(o, s, ring + stage_v * S::STAGE, first + 8 * n);
+                }
+            } else {
+                constexpr int N = TILE / S::TW / 8, STEP = N < 8 ? N : 8;
+                bar_wait(full + stage, phase);
+                const int     first = tw * (TILE / S::TW);
+                const int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
+                const int     sees[2] = {row_sees<M>(p, 16 * rw + r, tail, row), row_sees<M>(p, 16 * rw + r + 8, tail, row)};
+                const int     real = (int)least((tail ? p.length : p.rows) - row, (int64_t)TILE);
+                const int     stage_v = stage + 1 == w.stages ? 0 : stage + 1;
+                const uint32_t phase_v = phase ^ (stage + 1 == w.stages);
+                for (int n = 0; n < N; n += STEP) {
+                    float s[STEP][4] = {};
+                    scores16<T, D, M, STEP, 128>(s, q, 16 * rw, k, first + 8 * n);
+                    softmax_tile<STEP>(s, top, sum, alpha, factor, p.a->softcap, sees, first + 8 * n);
+                    scale_rows(o, alpha);
+                    if (n == 0) bar_wait(full + stage_v, phase_v);
+                    mix16<T, D, STEP, 128>(o, s, ring + stage_v * S::STAGE, first + 8 * n, real);
+                }
+            }
+            release();
+            release();
+        }
+        if (EIGHT && p.tile < p.context && p.end <= p.context && p.tile < p.end) {
+            straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
+        }
+        named_sync(1, CONSUMERS); /* weight held the rows' factors */
+        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, weight);
+        if (!p.whole && w.arrived) combine_last<M, D>(p, w, walk, flag);
+    }
+}
+
+/* ---- attention by wgmma: many rows (query prefill, dense prefill, training) on sm_90 -----------------------------
+
+   math    S = Q K^T with Q and K in shared memory, O += P V with P in registers, f32 accumulators
+   shapes  64 query rows a warpgroup, D 128: 2 warpgroups, D 64: 3; tiles of 128 keys; Q double buffered
+   CTA     warpgroup 0: one warp loads K and V by TMA into two rings, three gather the rows of the next Q; the others
+           compute: S of tile i and P V of tile i - 1 are in flight together, the softmax of one warpgroup runs under
+           the products of the other, in turns
+   why     wgmma reaches twice the rate of mma.sync; rows are (query, head), so any G fills the tile
+   limits  16-bit keys, D 64 and 128, sources that TMA takes                                                       */
+
+#define DKV__REGS64 "{" \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63" \
+    "}"
+#define DKV__REGS32 "{" \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
+    "}"
+#define DKV__F4(x, n)  "+f"(x[n][0]), "+f"(x[n][1]), "+f"(x[n][2]), "+f"(x[n][3])
+#define DKV__F16(x, n) DKV__F4(x, n), DKV__F4(x, n + 1), DKV__F4(x, n + 2), DKV__F4(x, n + 3)
+#define DKV__F32(x)    DKV__F16(x, 0), DKV__F16(x, 4)
+#define DKV__F64(x)    DKV__F32(x), DKV__F16(x, 8), DKV__F16(x, 12)
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+DKV__DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DKV__DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> DKV__DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+/* Keeps the compiler from reading accumulators before the wait above it. */
+template <int N> DKV__DEVICE void settle(float (&x)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) asm volatile("" : DKV__F4(x, n)::"memory");
+}
+
+/* Matrix descriptors, 128-byte swizzle: rows of 128 bytes in groups of 8. K-major operands advance 32 bytes a k step
+   within a panel; V lies with its N dimension adjacent, panels `lead` bytes apart. */
+DKV__DEVICE uint64_t descriptor(uint32_t address, uint32_t lead) {
+    return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(lead >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+
+/* S (+)= Q K^T, one k step: [64][16] x [128][16]. */
+template <class T> DKV__DEVICE void wgmma_scores(float (&s)[16][4], uint64_t q, uint64_t k, int add);
+/* O (+)= P V, one k step: [64][16] x [16][D]. */
+template <class T> DKV__DEVICE void wgmma_mix(float (&o)[16][4], const uint32_t (&p)[4], uint64_t v, int add);
+template <class T> DKV__DEVICE void wgmma_mix(float (&o)[8][4], const uint32_t (&p)[4], uint64_t v, int add);
+
+#define DKV__WGMMA(T, name)                                                                                            \
+    template <> DKV__DEVICE void wgmma_scores<T>(float (&s)[16][4], uint64_t q, uint64_t k, int add) {                 \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name \
+                     " " DKV__REGS64 ", %64, %65, p, 1, 1, 0, 0; }" : DKV__F64(s) : "l"(q), "l"(k), "r"(add));         \
+    }                                                                                                                  \
+    template <> DKV__DEVICE void wgmma_mix<T>(float (&o)[16][4], const uint32_t (&p)[4], uint64_t v, int add) {        \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name \
+                     " " DKV__REGS64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"                                      \
+                     : DKV__F64(o) : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v), "r"(add));                    \
+    }                                                                                                                  \
+    template <> DKV__DEVICE void wgmma_mix<T>(float (&o)[8][4], const uint32_t (&p)[4], uint64_t v, int add) {         \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name \
+                     " " DKV__REGS32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"                                      \
+                     : DKV__F32(o) : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v), "r"(add));                    \
+    }
+DKV__WGMMA(__nv_bfloat16, "bf16")
+DKV__WGMMA(__half, "f16")
+#endif
+
+template <int D> struct WgmmaShape {
+    static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS, STAGES = D == 64 ? 4 : 2;
+    static constexpr int THREADS = 128 * (GROUPS + 1), STAGE = TILE * D * 2, Q = M * D * 2;
+    static constexpr int SHARED = 2 * STAGES * STAGE + 2 * Q + 256;
+};
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+/* Q's rows of a piece into shared memory, by 96 threads. */
+template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p, char *to, int tid) {
+    const Attention &a = *p.a;
+    for (int i = tid; i < M * (D / 8); i += 96) {
+        int         r = i / (D / 8), c = i % (D / 8);
+        Row         row = row_of<M>(p, r);
+        bool        real = row.real && c * 8 < a.d_k;
+        const char *from = at(a.q, real ? row.i : 0, real ? row.h : 0) + c * 8 * a.q.stride_dim;
+        uint32_t    dst = tile_offset<128, M>(r, c);
+        if (a.q_vector && a.q.type == Name<T>::type) {
+            copy16(shared_address(to) + dst, real ? from : (const char *)a.q.data, real);
+        } else {
+            float x[8];
+            for (int u = 0; u < 8; u++) x[u] = real ? element(from + u * a.q.stride_dim, a.q.type) : 0.0f;
+            *(uint4 *)(to + dst) = uint4{pair_of<T>(x[0], x[1]), pair_of<T>(x[2], x[3]), pair_of<T>(x[4], x[5]), pair_of<T>(x[6], x[7])};
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    fence_async();
+}
+
+/* What follows the tail's end in its last tile may be anything: zeros in V, since 0 * NaN is NaN. All consumers. */
+template <int D, int THREADS> DKV__DEVICE void clear_rows(char *v, int from, int tid) {
+    for (int i = tid; i < (TILE - from) * (D / 8); i += THREADS) {
+        *(uint4 *)(v + tile_offset<128, TILE>(from + i / (D / 8), i % (D / 8))) = uint4{0, 0, 0, 0};
+    }
+    fence_async();
+    named_sync(8, THREADS);
+}
+#endif
+
+template <class T, int D>
+__global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const __grid_constant__ Work w) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    typedef WgmmaShape<D> S;
+    constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES, CONSUMING = 128 * GROUPS;
+    extern __shared__ __align__(1024) char shared[];
+    char     *ks = shared, *vs = ks + STAGES * S::STAGE, *qs = vs + STAGES * S::STAGE;
+    uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + STAGES, *v_full = k_empty + STAGES,
+             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2;
+    const int group = threadIdx.x / 128, lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            bar_init(k_full + i, 1), bar_init(v_full + i, 1);
+            bar_init(k_empty + i, GROUPS), bar_init(v_empty + i, GROUPS);
+        }
+        for (int i = 0; i < 2; i++) bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(D == 64 ? 32 : 40));
+        Walk  walk = walk_begin<M>(w);
+        Piece p;
+        if (threadIdx.x < 32) {
+            const uint64_t policy = policy_evict_normal();
+            Ring<STAGES>   k, v;
+            while (walk_next<M>(walk, p, w)) {
+                if (lane < SOURCES) tma_acquire(&p.a->map[lane]);
+                __syncwarp();
+                for (int tile = p.tile; tile < p.end; tile++) { /* K of a tile before V of the tile before, as they are used */
+                    bool    tail = tile >= p.context;
+                    int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
+                    bar_wait(k_empty + k.stage, k.phase ^ 1);
+                    load_tile<2, D, TILE>(p, tail ? TAIL_K : CONTEXT_K, row, ks + k.stage * S::STAGE, k_full + k.stage, true, policy);
+                    k.next();
+                    bar_wait(v_empty + v.stage, v.phase ^ 1);
+                    load_tile<2, D, TILE>(p, tail ? TAIL_V : CONTEXT_V, row, vs + v.stage * S::STAGE, v_full + v.stage, true, policy);
+                    v.next();
+                }
+            }
+        } else {
+            Ring<2> q;
+            while (walk_next<M>(walk, p, w)) {
+                bar_wait(q_empty + q.stage, q.phase ^ 1);
+                gather_queries<T, D, M>(p, qs + q.stage * S::Q, threadIdx.x - 32);
+                bar_arrive(q_full + q.stage);
+                q.next();
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(D == 64 ? 160 : 232));
+        const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
+        Walk         walk = walk_begin<M>(w);
+        Piece        p;
+        Ring<STAGES> k, v;
+        Ring<2>      q;
+        if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
+        while (walk_next<M>(walk, p, w)) {
+            float     s[16][4], o[D / 8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, alpha[2];
+            uint32_t  weight[8][4];
+            const float    factor[2] = {p.a->scale, p.a->scale}, softcap = p.a->softcap;
+            const uint32_t q_at = shared_address(qs + q.stage * S::Q) + own * 64 * 128;
+
+            auto scores = [&] {
+                const uint32_t at = shared_address(ks + k.stage * S::STAGE);
+#pragma unroll
+                for (int c = 0; c < D / 16; c++) {
+                    wgmma_scores<T>(s, descriptor(q_at + c / 4 * M * 128 + c % 4 * 32, 1), descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
+                }
+                wgmma_commit();
+            };
+            auto mix = [&](int add) {
+                const uint32_t at = shared_address(vs + v.stage * S::STAGE);
+#pragma unroll
+                for (int j = 0; j < 8; j++) wgmma_mix<T>(o, weight[j], descriptor(at + j * 16 * 128, TILE * 128), add | j);
+                wgmma_commit();
+            };
+            auto soften = [&](int tile) {
+                const bool    tail = tile >= p.context;
+                const int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
+                const int     sees[2] = {row_sees<M>(p, r, tail, row), row_sees<M>(p, r + 8, tail, row)};
+                softmax_tile<16>(s, top, sum, alpha, factor, softcap, sees, 0);
+            };
+
+            bar_wait(q_full + q.stage, q.phase);
+            if (p.tile < p.end) {
+                bar_wait(k_full + k.stage, k.phase);
+                wgmma_fence();
+                scores();
+                wgmma_wait<0>();
+                settle(s);
+                if (tid % 128 == 0) bar_arrive(k_empty + k.stage);
+                k.next();
+                soften(p.tile);
+#pragma unroll
+                for (int j = 0; j < 8; j++) weights<T>(weight[j], s, 2 * j);
+                for (int tile = p.tile + 1; tile < p.end; tile++) {
+                    bar_wait(k_full + k.stage, k.phase);
+                    named_sync(1 + own, 256); /* my turn */
+                    wgmma_fence();
+                    scores();
+                    bar_wait(v_full + v.stage, v.phase);
+                    mix(tile > p.tile + 1);
+                    named_arrive(1 + (own + 1) % GROUPS, 256);
+                    wgmma_wait<1>();
+                    settle(s);
+                    if (tid % 128 == 0) bar_arrive(k_empty + k.stage);
+                    k.next();
+                    soften(tile);
+                    wgmma_wait<0>();
+                    settle(o);
+                    if (tid % 128 == 0) bar_arrive(v_empty + v.stage);
+                    v.next();
+                    scale_rows(o, alpha);
+#pragma unroll
+                    for (int j = 0; j < 8; j++) weights<T>(weight[j], s, 2 * j);
+                }
+                const int64_t left = p.length - (int64_t)(p.end - 1 - p.context) * TILE;
+                bar_wait(v_full + v.stage, v.phase);
+                if (p.end > p.context && left < TILE) {
+                    clear_rows<D, CONSUMING>(vs + v.stage * S::STAGE, (int)left, tid);
+                }
+                wgmma_fence();
+                mix(p.end - p.tile > 1);
+                wgmma_wait<0>();
+                settle(o);
+                if (tid % 128 == 0) bar_arrive(v_empty + v.stage);
+                v.next();
+            } else {
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
+            }
+
+            /* out, or to the slot */
+            const int t = lane & 3;
+            float     last[2];
+            for (int i = 0; i < 2; i++) {
+                Row row = row_of<M>(p, r + 8 * i);
+                sum[i] = quad_sum(sum[i]);
+                if (p.whole && row.real && t == 0) last[i] = finish_row(*p.a, row, top[i], sum[i]);
+                last[i] = __shfl_sync(~0u, last[i], lane & ~3);
+            }
+            if (!p.whole) {
+                float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) {
+                    *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{o[n][0], o[n][1]};
+                    *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{o[n][2], o[n][3]};
+                }
+                for (int i = 0; i < 2 && t == 0; i++) {
+                    slot[M * D + r + 8 * i] = top[i], slot[M * (D + 1) + r + 8 * i] = sum[i];
+                }
+            } else if (p.a->out_vector && p.a->out.type == Name<T>::type) {
+                char *mine = qs + q.stage * S::Q; /* Q's rows of this warp, read no more, take its output */
+                named_sync(4 + own, 128);
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) {
+                    *(uint32_t *)(mine + tile_offset<128, M>(r, n) + 4 * t) = pair_of<T>(o[n][0] * last[0], o[n][1] * last[0]);
+                    *(uint32_t *)(mine + tile_offset<128, M>(r + 8, n) + 4 * t) = pair_of<T>(o[n][2] * last[1], o[n][3] * last[1]);
+                }
+                __syncwarp();
+                for (int i = lane; i < 16 * (D / 8); i += 32) {
+                    int row = own * 64 + warp * 16 + i / (D / 8), c = i % (D / 8);
+                    Row to = row_of<M>(p, row);
+                    if (to.real && c * 8 < p.a->d_v) {
+                        *(uint4 *)(at(p.a->out, to.i, to.h) + c * 16) = *(const uint4 *)(mine + tile_offset<128, M>(row, c));
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) {
+                    float x[2] = {o[n][0] * last[0], o[n][1] * last[0]}, y[2] = {o[n][2] * last[1], o[n][3] * last[1]};
+                    store_out<2>(*p.a, row_of<M>(p, r), 8 * n + 2 * t, x);
+                    store_out<2>(*p.a, row_of<M>(p, r + 8), 8 * n + 2 * t, y);
+                }
+            }
+            named_sync(4 + own, 128);
+            if (tid % 128 == 0) bar_arrive(q_empty + q.stage);
+            q.next();
+        }
+    }
+#endif
+}
+
+/* Slots into outputs when the pieces are large: a row a warp; grid: (rows of a block / 8, items, blocks). */
+template <int M, int D> __global__ void __launch_bounds__(256) combine(const __grid_constant__ Work w, int ctas) {
+    const int item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
+    const Item  &x = w.items[item];
+    int64_t      units, unit = units_before<M>(w, item, &units);
+    const Pieces q = pieces_of(w, unit, item_units<M>(x), units, blockIdx.z, ctas);
+    if (q.first == q.last) return;
+    Piece p;
+    p.a = w.attentions + x.a;
+    p.g = x.g;
+    p.m = blockIdx.z;
+    Row row = row_of<M>(p, r);
+    if (row.real) combine_row<M, D>(*p.a, row, r, q, w.slots);
+}
+
+} /* namespace */
+
+/* ==========================================================================
+   [ATTEND]  prepare and launch
+   ========================================================================== */
+
+namespace {
+
+/* ---- preparing a batch: checks, tensor maps, the block ---- */
+
+enum { MMA16, MMA32, MMA128, WGMMA, KERNELS };
+
+struct Batch { /* what all attentions of a batch have in common */
+    dkv_type type, tail;     /* of context and tail */
+    int      kernel, d, M;   /* kernel, head dimension class, rows of a block */
+    int      tma;
+    int64_t  heads, items, blocks; /* KV heads; row blocks over all; row blocks of a KV head if all have as many, else 0 */
+    int64_t  rows;           /* query rows of a KV head, at most */
+};
+
+bool is_empty(const dkv_segment &s) { return !s.packed && s.n == 0; }
+
+
+dkv_result check_attention(Batch *b, const dkv_attention &a) {
+    const float huge = 3.0e38f;
+    if (a.H < 1 || a.Hkv < 1 || a.H > 4096 || a.H % a.Hkv || a.N_q < 0 || a.N_q > (1 << 24)) return DKV_ERR_SHAPE;
+    if (a.d_k < 8 || a.d_k > 256 || a.d_k % 8 || a.d_v < 8 || a.d_v > 256 || a.d_v % 8) return DKV_ERR_SHAPE;
+    if (!(a.scale >= 0.0f && a.scale <= huge) || !(a.softcap >= 0.0f && a.softcap <= huge)) return DKV_ERR_FIELD;
+    if (a.q.type > DKV_BF16 || a.out.type > DKV_BF16) return DKV_ERR_TYPE;
+    if (a.tail.packed || a.tail.rows || a.context.rows) return DKV_ERR_TYPE;
+    if (a.tail.n < 0 || a.tail.n > FAR || a.context.n < 0 || a.context.n > FAR) return DKV_ERR_SHAPE;
+    dkv_type type = a.context.packed ? a.context.packed->type : !is_empty(a.context) ? a.context.k.type : a.tail.k.type;
+    if (is_empty(a.context) && is_empty(a.tail)) type = b->type == DKV_F32 ? DKV_BF16 : b->type;
+    dkv_type tail = type_bytes(type) == 1 ? DKV_F16 : type;
+    if (!packable(type) || (b->type != DKV_F32 && b->type != type)) return DKV_ERR_TYPE;
+    if (!a.context.packed && !is_empty(a.context) &&
+        (type_bytes(type) != 2 || a.context.k.type != type || a.context.v.type != type)) return DKV_ERR_TYPE;
+    if (!is_empty(a.tail) && (a.tail.k.type != tail || a.tail.v.type != tail)) return DKV_ERR_TYPE;
+    if (a.context.packed) {
+        const dkv_packed &p = *a.context.packed;
+        if (p.Hkv != a.Hkv || p.d_k != a.d_k || p.d_v != a.d_v) return DKV_ERR_SHAPE;
+        if (!p.data) return DKV_ERR_STATE;
+        if ((uintptr_t)p.data % 128) return DKV_ERR_ALIGN;
+        for (int g = 0; g < p.Hkv; g++) {
+            if (p.rows[g] < 0 || p.rows[g] > FAR) return DKV_ERR_SHAPE;
+        }
+    }
+    if ((int64_t)(a.H / a.Hkv) * a.N_q > 1 << 30) return DKV_ERR_SHAPE;
+    b->type = type;
+    b->tail = tail;
+    int d = most(a.d_k, a.d_v);
+    b->d = most(b->d, d <= 64 ? 64 : d <= 128 ? 128 : 256);
+    b->heads += a.Hkv;
+    b->rows = most(b->rows, a.H / a.Hkv * a.N_q);
+    if (!a.context.packed && !is_empty(a.context)) b->tma &= is_vector(a.context.k) && is_vector(a.context.v);
+    if (!is_empty(a.tail)) b->tma &= is_vector(a.tail.k) && is_vector(a.tail.v);
+    return DKV_OK;
+}
+
+dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device &dev) {
+    *b = Batch{DKV_F32, DKV_F32, 0, 64, 0, dev.arch >= 90, 0, 0, 0, 0};
+    for (int64_t i = 0; i < n; i++) {
+        dkv_result r = check_attention(b, a[i]);
+        if (r) return r;
+    }
+    b->kernel = b->rows <= 16 ? MMA16 : b->rows <= 32 ? MMA32 : MMA128;
+    if (b->kernel == MMA128 && dev.arch == 90 && b->tma && b->d <= 128 && type_bytes(b->type) == 2) b->kernel = WGMMA;
+    b->M = b->kernel == MMA16 ? 16 : b->kernel == MMA32 ? 32 : b->kernel == WGMMA && b->d == 64 ? 192 : 128;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t blocks = ceil_div(a[i].H / a[i].Hkv * a[i].N_q, b->M);
+        b->items += blocks * a[i].Hkv;
+        b->blocks = i == 0 || b->blocks == blocks ? blocks : 0;
+    }
+    if (b->items > 1 << 28) return DKV_ERR_SHAPE;
+    return DKV_OK;
+}
+
+typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                           const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* [heads][rows][d], boxes of a panel of columns by a tile of rows. */
+dkv_result encode_map(CUtensorMap *map, const dkv_tensor &t, int64_t d, int64_t rows, int64_t heads, int D) {
+    static Encode encode = NULL;
+    if (!__atomic_load_n(&encode, __ATOMIC_ACQUIRE)) {
+        void                           *f = NULL;
+        cudaDriverEntryPointQueryResult found;
+        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found) || !f) {
+            cudaGetLastError();
+            return DKV_ERR_DEVICE;
+        }
+        __atomic_store_n(&encode, (Encode)f, __ATOMIC_RELEASE);
+    }
+    int         e = type_bytes(t.type), panel = least(128, D * e);
+    cuuint64_t  size[3] = {(cuuint64_t)d, (cuuint64_t)rows, (cuuint64_t)heads};
+    cuuint64_t  stride[2] = {(cuuint64_t)t.stride_token, (cuuint64_t)(heads > 1 ? t.stride_head : 16)};
+    cuuint32_t  box[3] = {(cuuint32_t)(panel / e), (cuuint32_t)(e == 1 ? 2 * TILE : TILE), 1}, step[3] = {1, 1, 1};
+    CUresult    r = encode(map, e == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t.data, size,
+                           stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                           panel == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return r == CUDA_SUCCESS ? DKV_OK : DKV_ERR_DEVICE;
+}
+
+dkv_tensor rows_of(const char *data, dkv_type type, int64_t row_bytes) {
+    return dkv_tensor{(void *)data, type, row_bytes, 0, type_bytes(type)};
+}
+
+dkv_result describe(Attention *x, const dkv_attention &a, const Batch &b, const int64_t *length) {
+    const dkv_segment *segment[2] = {&a.context, &a.tail};
+    memset((void *)x, 0, sizeof *x);
+    if (a.context.packed) {
+        const dkv_packed &p = *a.context.packed;
+        Layout            y = layout_of(p.type, p.Hkv, p.d_k, p.d_v, p.rows);
+        const char       *data = (const char *)p.data;
+        x->packed = 1;
+        x->source[CONTEXT_K] = rows_of(data, p.type, y.k_row);
+        x->source[CONTEXT_V] = rows_of(data + y.v, p.type, y.v_row);
+        x->k_scale = (const float *)(data + y.k_scale);
+        x->v_scale = (const float *)(data + y.v_scale);
+        x->k_pitch = (int32_t)padded_d(p.type, p.d_k);
+        x->v_pitch = (int32_t)padded_d(p.type, p.d_v);
+    }
+    for (int i = 0; i < SOURCES; i++) {
+        const dkv_segment &s = *segment[i / 2];
+        bool               packed = i < TAIL_K && x->packed;
+        if (!packed && is_empty(s)) continue;
+        if (!packed) x->source[i] = i & 1 ? s.v : s.k;
+        x->vector[i] = is_vector(x->source[i]);
+        if (!b.tma) continue;
+        int64_t rows = s.n, d = i & 1 ? a.d_v : a.d_k;
+        if (packed) rows = layout_of(s.packed->type, a.Hkv, a.d_k, a.d_v, s.packed->rows).rows;
+        if (packed) d = x->source[i].stride_token / type_bytes(x->source[i].type);
+        dkv_result r = rows ? encode_map(&x->map[i], x->source[i], d, rows, packed ? 1 : a.Hkv, b.d) : DKV_OK;
+        if (r) return r;
+    }
+    x->q = a.q;
+    x->out = a.out;
+    x->q_vector = is_vector(a.q);
+    x->out_vector = is_vector(a.out);
+    x->sink = a.sink;
+    x->lse = a.lse;
+    x->length = length;
+    x->tail = is_empty(a.tail) ? 0 : a.tail.n;
+    x->N_q = (int32_t)a.N_q;
+    x->H = a.H;
+    x->Hkv = a.Hkv;
+    x->G = a.H / a.Hkv;
+    x->d_k = a.d_k;
+    x->d_v = a.d_v;
+    x->scale = (a.scale > 0.0f ? a.scale : 1.0f / sqrtf((float)a.d_k)) * LOG2E;
+    x->softcap = a.softcap;
+    return DKV_OK;
+}
+
+/* Items in the order they are taken: with few of them KV heads, with many row blocks, those with most keys first. */
+__global__ void make_items(const Attention *attentions, const Head *heads, Item *items, int *arrived, int n, int n_items,
+                           int keys, int whole) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n_items; i += gridDim.x * blockDim.x) {
+        int a = 0, last = n - 1;
+        while (a < last) { /* the last attention whose items begin at or before i */
+            int half = (a + last + 1) / 2;
+            if (attentions[half].first_item <= i) a = half;
+            else last = half - 1;
+        }
+        const Attention &x = attentions[a];
+        int              j = i - x.first_item;
+        Item             y;
+        y.a = a;
+        y.g = j % x.Hkv;
+        y.m = whole ? x.blocks - 1 - j / x.Hkv : 0;
+        y.context = (int)ceil_div(heads[x.first_head + y.g].rows, keys);
+        y.length = x.length;
+        y.tail = x.tail;
+        y.N_q = x.N_q;
+        y.G = x.G;
+        items[i] = y;
+        arrived[i] = 0;
+    }
+}
+
+struct Sizes { int64_t heads, items, arrived, block, ws; int64_t n_items; int split, ctas, blocks; };
+
+Sizes sizes_of(const Batch &b, int64_t n, const Device &dev, int ctas) {
+    Sizes s = {};
+    ctas = ctas > 0 ? least(ctas, dev.sms) : dev.sms;
+    s.split = b.items < 4 * (int64_t)ctas; /* few: cut them; the cut wants as many row blocks everywhere, or M rows */
+    s.blocks = (int)(b.blocks ? b.blocks : 1);
+    if (s.split && (b.blocks == 0 || b.blocks > ctas)) s.split = 0;
+    s.n_items = s.split ? b.heads : b.items;
+    s.ctas = s.split ? ctas / s.blocks * s.blocks : (int)most(least(s.n_items, (int64_t)ctas), (int64_t)1);
+    s.heads = n * (int64_t)sizeof(Attention);
+    s.items = round_up(s.heads + b.heads * (int64_t)sizeof(Head), 128);
+    s.arrived = round_up(s.items + s.n_items * (int64_t)sizeof(Item), 128);
+    s.block = round_up(s.arrived + s.n_items * 4, 128);
+    s.ws = s.split ? round_up((int64_t)s.ctas * 2 * b.M * (b.d + 2) * 4, 128) : 128;
+    return s;
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_attend_size(size_t *block_bytes, size_t *ws_bytes, const dkv_attention *a, int64_t n) {
+    Device     dev;
+    Batch      b;
+    dkv_result r = device_read(&dev);
+    if (!r) r = batch_read(&b, a, n, dev);
+    if (r) return r;
+    Sizes s = sizes_of(b, n, dev, 0);
+    int64_t most_items = most(b.items, b.heads); /* whichever way a smaller grid takes them */
+    *block_bytes = (size_t)(s.items + round_up(most_items * (int64_t)sizeof(Item), 128) + round_up(most_items * 4, 128));
+    *ws_bytes = (size_t)round_up((int64_t)dev.sms * 2 * b.M * (b.d + 2) * 4, 128);
+    return DKV_OK;
+}
+
+extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention *a, int64_t n, const int64_t *lengths,
+                                       void *block, size_t block_bytes, void *ws, size_t ws_bytes, int ctas,
+                                       void *stream) {
+    Device     dev;
+    Batch      b;
+    dkv_result r = device_read(&dev);
+    if (!r) r = batch_read(&b, a, n, dev);
+    if (r) return r;
+    Sizes s = sizes_of(b, n, dev, ctas);
+    if (block_bytes < (size_t)s.block || ws_bytes < (size_t)s.ws) return DKV_ERR_CAPACITY;
+    if ((uintptr_t)block % 128 || (uintptr_t)ws % 128) return DKV_ERR_ALIGN;
+    char     *base = (char *)block;
+    Post      post;
+    Attention x;
+    int32_t   head = 0, row = 0;
+    int64_t   item = 0, longest = 0;
+    for (int64_t i = 0; i < n && !r; i++) r = describe(&x, a[i], b, lengths ? lengths + i : NULL); /* before any write */
+    if (r) return r;
+    post.dst = (unsigned char *)base;
+    post.stream = (cudaStream_t)stream;
+    post.used = 0;
+    for (int64_t i = 0; i < n; i++) {
+        describe(&x, a[i], b, lengths ? lengths + i : NULL);
+        x.blocks = (int32_t)ceil_div((int64_t)x.G * x.N_q, b.M);
+        x.first_head = head;
+        x.first_item = (int32_t)item;
+        x.first_row = row;
+        head += x.Hkv;
+        row += x.N_q;
+        item += s.split ? x.Hkv : (int64_t)x.blocks * x.Hkv;
+        longest = most(longest, (int64_t)x.N_q);
+        post.put(&x, sizeof x);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        int64_t first = 0;
+        for (int g = 0; g < a[i].Hkv; g++) {
+            Head h = {a[i].context.packed ? a[i].context.packed->rows[g] : a[i].context.n, first};
+            first += round_up(h.rows, TILE);
+            post.put(&h, sizeof h);
+        }
+    }
+    post.flush();
+    if (s.n_items) {
+        make_items<<<(unsigned)least(ceil_div(s.n_items, 128), (int64_t)256), 128, 0, (cudaStream_t)stream>>>(
+            (const Attention *)base, (const Head *)(base + s.heads), (Item *)(base + s.items), (int *)(base + s.arrived),
+            (int)n, (int)s.n_items, type_bytes(b.type) == 1 ? 2 * TILE : TILE, !s.split);
+    }
+    r = launched();
+    if (r) return r;
+    memset(work, 0, sizeof *work);
+    work->block = block;
+    work->ws = ws;
+    work->n = n;
+    work->items = s.n_items;
+    work->heads_at = s.heads;
+    work->items_at = s.items;
+    work->arrived_at = s.arrived;
+    work->rows = row;
+    work->longest = longest;
+    work->ctas = s.ctas;
+    work->blocks = s.blocks;
+    work->split = s.split;
+    work->kernel = b.kernel;
+    work->type = b.type;
+    work->d = b.d;
+    work->tma = b.tma;
+    work->shared = dev.shared;
+    return DKV_OK;
+}
+
+namespace {
+
+template <class K> dkv_result launch(K *kernel, const Work &w, int ctas, int threads, int shared, cudaStream_t stream) {
+    dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    if (r) return r;
+    kernel<<<ctas, threads, shared, stream>>>(w);
+    return launched();
+}
+
+template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
+    typedef MmaShape<TYPE, D, RW> S;
+    w.stages = least(S::MOST_STAGES, (k.shared - S::FIXED) / S::STAGE);
+    if (w.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
+    if (RW == 8) w.arrived = NULL;
+    dkv_result r = launch(attend_mma<TYPE, D, RW>, w, k.ctas, CONSUMERS + 32, w.stages * S::STAGE + S::FIXED, stream);
+    if (!r && RW == 8 && w.split) {
+        combine<S::M, D><<<dim3(S::M / 8, w.n_items, w.blocks), 256, 0, stream>>>(w, k.ctas);
+        r = launched();
+    }
+    return r;
+}
+
+template <class T, int D> dkv_result launch_wgmma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
+    typedef WgmmaShape<D> S;
+    dkv_result            r = launch(attend_wgmma<T, D>, w, k.ctas, S::THREADS, S::SHARED, stream);
+    if (!r && w.split) {
+        combine<S::M, D><<<dim3(S::M / 8, w.n_items, w.blocks), 256, 0, stream>>>(w, k.ctas);
+        r = launched();
+    }
+    return r;
+}
+
+template <int TYPE, int D> dkv_result launch_type(const Work &w, const dkv_cuda_work &k, cudaStream_t stream) {
+    if (k.kernel == MMA16) return launch_mma<TYPE, D, 1>(w, k, stream);
+    if (k.kernel == MMA32) return launch_mma<TYPE, D, 2>(w, k, stream);
+    return launch_mma<TYPE, D, 8>(w, k, stream);
+}
+
+template <int D> dkv_result launch_d(const Work &w, const dkv_cuda_work &k, cudaStream_t stream) {
+    if (D <= 128 && k.kernel == WGMMA) {
+        constexpr int d = D <= 128 ? D : 128;
+        return k.type == DKV_BF16 ? launch_wgmma<__nv_bfloat16, d>(w, k, stream) : launch_wgmma<__half, d>(w, k, stream);
+    }
+    switch (k.type) {
+    case DKV_BF16: return launch_type<DKV_BF16, D>(w, k, stream);
+    case DKV_F16: return launch_type<DKV_F16, D>(w, k, stream);
+    case DKV_I8: return launch_type<DKV_I8, D>(w, k, stream);
+    default: return launch_type<DKV_FP8, D>(w, k, stream);
+    }
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
+    char *base = (char *)k->block;
+    Work  w = {(const Attention *)base, (const Head *)(base + k->heads_at), (const Item *)(base + k->items_at),
+               (int *)(base + k->arrived_at), (float *)k->ws, (int)k->items, k->blocks, k->split, k->tma, 0};
+    if (!k->items || !k->longest) return DKV_OK;
+    if (k->d == 64) return launch_d<64>(w, *k, (cudaStream_t)stream);
+    if (k->d == 128) return launch_d<128>(w, *k, (cudaStream_t)stream);
+    return launch_d<256>(w, *k, (cudaStream_t)stream);
+}
+
+/* ---- the step: lengths and new rows ---- */
+
+namespace {
+
+__global__ void advance(int64_t *lengths, int64_t n, int64_t count) {
+    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) lengths[i] += count;
+}
+
+/* Eight elements a thread, K then V; grid: (chunks of the longest suffix, attentions). */
+__global__ void append(const Attention *attentions, dkv_tensor k, dkv_tensor v, int k_vector, int v_vector) {
+    const Attention &a = attentions[blockIdx.y];
+    const int64_t    length = a.length ? least(most(*a.length, (int64_t)0), a.tail) : a.tail;
+    for (int side = 0; side < 2; side++) {
+        const dkv_tensor &from = side ? v : k, &to = a.source[TAIL_K + side];
+        const int         d = side ? a.d_v : a.d_k, chunks = d / 8;
+        const int64_t     n = (int64_t)a.N_q * a.Hkv * chunks;
+        for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+            int     c = (int)(i % chunks), g = (int)(i / chunks % a.Hkv);
+            int64_t q = i / chunks / a.Hkv, row = length - a.N_q + q;
+            if (row < 0) continue;
+            Eight x = load8(at(from, a.first_row + q, g) + c * 8 * from.stride_dim, from.type, from.stride_dim,
+                            side ? v_vector : k_vector);
+            char *p = at(to, row, g) + c * 8 * to.stride_dim;
+            if (a.vector[TAIL_K + side]) store8(p, to.type, x, NULL);
+            else for (int u = 0; u < 8; u++) set_element(p + u * to.stride_dim, to.type, x.x[u]);
+        }
+    }
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_advance(int64_t *lengths, int64_t n, int64_t count, void *stream) {
+    if (n > 0) advance<<<1, 128, 0, (cudaStream_t)stream>>>(lengths, n, count);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_append(const dkv_cuda_work *w, dkv_tensor k, dkv_tensor v, void *stream) {
+    if (k.type > DKV_BF16 || v.type > DKV_BF16) return DKV_ERR_TYPE;
+    if (!w->rows) return DKV_OK;
+    unsigned x = (unsigned)most(least(w->longest * 8, (int64_t)512), (int64_t)1);
+    append<<<dim3(x, (unsigned)w->n), 128, 0, (cudaStream_t)stream>>>((const Attention *)w->block, k, v, is_vector(k), is_vector(v));
+    return launched();
+}
