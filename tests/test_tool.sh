@@ -46,7 +46,7 @@ info() { "$DKV" info "$@" --json > "$t/info.json" || echo '{}' > "$t/info.json";
 
 # ---- usage
 equal "--version" "$("$DKV" --version | cut -d' ' -f1)" dkv
-for command in run info pattern plot; do
+for command in run info pattern plot data; do
     holds "$command --help" sh -c "'$DKV' $command --help | grep -q '^usage: dkv $command'"
     refused "$command: unknown option" 2 "no option --wrong" "$DKV" "$command" --wrong
 done
@@ -248,6 +248,25 @@ prefill_s compress_s decode_tok_s text "
     equal "run: --type f32" "$(key "$t/run.json" kv_bytes_dense)" $((200 * 23040 * 2))
 else
     skip "run" "no $MODEL"
+fi
+
+# ---- data
+refused "data: no model" 2 "give a model" "$DKV" data
+refused "data: no GGUF file" 1 "README.md" "$DKV" data -m README.md
+if [ -r "$MODEL" ]; then
+    data() { "$DKV" data -m "$MODEL" --ctx 2048 --recent 256 "$@" > "$t/data"; }
+    data --show 4
+    equal "data: each bin once" "$(sed -n 's/^  bin \([0-9]*\),.*/\1/p' "$t/data" | sort -un | wc -l | tr -d ' ')" 13
+    equal "data: a value in its line and in its suffix" "$(grep -c 'is\[ [0-9]\{3\} [0-9]\{3\}\]' "$t/data")" 32
+    cp "$t/data" "$t/before"; data --show 4
+    holds "data: the same again" cmp "$t/before" "$t/data"
+    data --show 1 --kind word --split report --needles 2 --seed 7
+    equal "data: words" "$(grep -c 'is\[ [a-z]* [a-z]* [a-z]*\]' "$t/data")" 4
+    data --show 1 --filler README.md
+    holds "data: another filler" grep -q '^    | # ' "$t/data"
+    refused "data: too short" 1 "full bins" "$DKV" data -m "$MODEL" --ctx 1300
+else
+    skip "data" "no $MODEL"
 fi
 
 # ---- llama2.c example

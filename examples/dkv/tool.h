@@ -61,5 +61,6 @@ int command_pattern(int argc, char **argv);
 int command_info(int argc, char **argv);
 int command_plot(int argc, char **argv);
 int command_run(int argc, char **argv);
+int command_data(int argc, char **argv);
 
 #endif
