@@ -1,5 +1,5 @@
-/* Training data: every bin asked about once, lines inside their bins, source positions exact; with a vocabulary of bytes,
-   and with the real one where the model is (MODEL, or the file in build/model). */
+/* Training data: every bin asked about once, lines inside their bins, source positions exact; with a vocabulary of
+   bytes, and with the real one where the model is (MODEL, or the file in build/model). */
 #define _GNU_SOURCE
 #include <setjmp.h>
 #include <stdarg.h>
@@ -221,7 +221,7 @@ static void weights(void **state) {
                 must_make(n, &h, ids, m / LM_WORDINGS, m % LM_WORDINGS, 3, c);
                 for (int i = 0; i < h.n; i++) sum[h.needle[i].bin] += weight[h.needle[i].bin];
             }
-        for (int64_t b = 0; b < bins; b++) assert_true(sum[b] * (double)bins > 1 - 1e-12 && sum[b] * (double)bins < 1 + 1e-12);
+        for (int64_t b = 0; b < bins; b++) assert_float_equal(sum[b] * (double)bins, 1, 1e-6);
         free(ids);
         free(sum);
         free(weight);

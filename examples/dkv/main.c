@@ -16,6 +16,7 @@ static const struct {
     {"pattern", "make a pattern: full, streaming, random, by heads, from a text mask", command_pattern},
     {"plot",    "draw a pattern as a PNG", command_plot},
     {"data",    "show the questions that patterns are learned from", command_data},
+    {"import",  "make a pattern from a DuoAttention folder or a reference .pt file", command_import},
 };
 
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
