@@ -504,8 +504,8 @@ DKV_API void dkv_gates_init(float *a, const dkv_gates *g, const float *S);
 /* One draw of all gates and their union over each group, u = 1 - prod(1 - z): u, ln_u [L][Hkv][D], either may be NULL.
    ln_u is -inf where u < 2^-126: closed. */
 DKV_API void dkv_gates_union(float *u, float *ln_u, const dkv_gates *g, const float *a, dkv_draw draw);
-/* da += d(ln u) / u du/dz dz/da for the same draw, with d_ln_u[L][Hkv][D] as dkv_gated_backward gives it, weighted by
-   the caller. Closed cells have no gradient. */
+/* da += d(ln u) / u * du/dz * dz/da for the same draw, d_ln_u[L][Hkv][D] as dkv_gated_backward gives it. Closed cells
+   have no gradient. */
 DKV_API void dkv_gates_union_backward(float *da, const dkv_gates *g, const float *a, dkv_draw draw,
                                       const float *d_ln_u);
 
@@ -532,24 +532,24 @@ DKV_API void dkv_gates_export(dkv_pattern *out, void *bits, void *p, const dkv_g
 
 /* ---- gated attention (paper 3.3) ----------------------------------------- */
 
-/* One question after a shared context, N_q tokens, causal. H, Hkv, d_k, d_v are the context's; with relaxed gates alone
-   out and lse are theirs. Keep outputs that backward reads in f32. */
+/* One question after a shared context, N_q tokens, causal; H, Hkv, d_k, d_v are the context's. Keep out and out_relaxed
+   in f32: backward reads them, and rounds no better than they are. */
 typedef struct dkv_suffix {
     int64_t    N_q;
     dkv_tensor q, k, v;           /* [N_q][H][d_k], [N_q][Hkv][d_k], [N_q][Hkv][d_v] */
-    dkv_tensor out;               /* [N_q][H][d_v] */
+    dkv_tensor out;               /* [N_q][H][d_v], written by forward, as are the next three */
     float     *lse;               /* [N_q][H] */
     dkv_tensor out_relaxed;       /* straight-through only: what out and lse would be with relaxed gates */
     float     *lse_relaxed;
-    dkv_tensor d_out;             /* [N_q][H][d_v], read by backward, which writes the rest: */
-    dkv_tensor dq, dk, dv;        /* as q, k, v */
+    dkv_tensor d_out;             /* [N_q][H][d_v], the loss's gradient by out */
+    dkv_tensor dq, dk, dv;        /* as q, k, v; written by backward */
 } dkv_suffix;
 
 /* One layer of a context with its gates, and its suffixes. A key's logit is scale * q . k + ln u of its KV head and
    bin; sink, recent and suffix have u = 1. ln u < -87.3366 is closed (u < 2^-126): the keys are not read.
    Straight-through, if open is given: out = P V with the open bins only, while gradients are those of
    P_relaxed + stopgrad(P_open - P_relaxed): dV of the suffix by P_open, all others by P_relaxed. K and V of the context
-   get none. */
+   get none. No softcap, no sink logit. */
 typedef struct dkv_gated {
     int32_t              H, Hkv, d_k, d_v;
     int64_t              T_c, W, S, R, D; /* as in dkv_pattern; T_c <= S + R + W * D (RANGE) */
