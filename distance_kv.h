@@ -4507,39 +4507,32 @@ DKV__PRIVATE dkv_result dkv__gated_check(const dkv_gated *c, int backward) {
     return r;
 }
 
-/* The first n of x are written: whether one meets another, or the context. */
-DKV__PRIVATE int dkv__ranges_meet(const dkv__range *x, int n, int all, const dkv_gated *c) {
-    int meet = 0;
-    for (int i = 0; i < n; i++) {
-        for (int j = i + 1; j < all; j++) meet |= dkv__overlap(x[i], x[j]);
-        meet |= dkv__segment_overlaps(&c->context, c->Hkv, c->d_k, c->d_v, x[i]);
+/* Whether something that a pass writes, or its workspace, meets something else that it writes or reads. */
+DKV__PRIVATE int dkv__suffix_overlaps(const dkv_gated *c, const dkv_suffix *x, int backward, dkv__range ws) {
+    const size_t     cells = (size_t)(c->Hkv * c->D), lse = (size_t)(x->N_q * c->H) * sizeof(float);
+    const dkv__range none = {0, 0};
+    const dkv__range made[4] = {dkv__tensor_range(&x->out, x->N_q, c->H, c->d_v), dkv__byte_range(x->lse, lse),
+                                c->open ? dkv__tensor_range(&x->out_relaxed, x->N_q, c->H, c->d_v) : none,
+                                c->open ? dkv__byte_range(x->lse_relaxed, lse) : none};
+    const dkv__range grad[4] = {dkv__tensor_range(&x->dq, x->N_q, c->H, c->d_k),
+                                dkv__tensor_range(&x->dk, x->N_q, c->Hkv, c->d_k),
+                                dkv__tensor_range(&x->dv, x->N_q, c->Hkv, c->d_v),
+                                dkv__byte_range(c->d_ln_u, cells * 4)};
+    const dkv__range read[6] = {dkv__tensor_range(&x->q, x->N_q, c->H, c->d_k),
+                                dkv__tensor_range(&x->k, x->N_q, c->Hkv, c->d_k),
+                                dkv__tensor_range(&x->v, x->N_q, c->Hkv, c->d_v), dkv__byte_range(c->ln_u, cells * 4),
+                                dkv__byte_range(c->open, c->open ? cells : 0),
+                                dkv__tensor_range(&x->d_out, x->N_q, c->H, c->d_v)};
+    dkv__range       all[15] = {ws}; /* 5 written, 5 read; backward reads 5 more */
+    int              meet = 0;
+    memcpy(all + 1, backward ? grad : made, sizeof made);
+    memcpy(all + 5, read, sizeof read);
+    memcpy(all + 11, made, sizeof made);
+    for (int i = 0; i < 5; i++) {
+        for (int j = i + 1; j < (backward ? 15 : 10); j++) meet |= dkv__overlap(all[i], all[j]);
+        meet |= dkv__segment_overlaps(&c->context, c->Hkv, c->d_k, c->d_v, all[i]);
     }
     return meet;
-}
-
-DKV__PRIVATE int dkv__suffix_overlaps(const dkv_gated *c, const dkv_suffix *x, int backward, dkv__range ws) {
-    const size_t cells = (size_t)(c->Hkv * c->D), lse = (size_t)(x->N_q * c->H) * sizeof(float);
-    const size_t relaxed = c->open ? lse : 0;
-    dkv__range   none = {0, 0};
-    dkv__range   made[4] = {dkv__tensor_range(&x->out, x->N_q, c->H, c->d_v), dkv__byte_range(x->lse, lse),
-                            c->open ? dkv__tensor_range(&x->out_relaxed, x->N_q, c->H, c->d_v) : none,
-                            dkv__byte_range(x->lse_relaxed, relaxed)};
-    dkv__range   read[5] = {dkv__tensor_range(&x->q, x->N_q, c->H, c->d_k),
-                            dkv__tensor_range(&x->k, x->N_q, c->Hkv, c->d_k),
-                            dkv__tensor_range(&x->v, x->N_q, c->Hkv, c->d_v), dkv__byte_range(c->ln_u, cells * 4),
-                            dkv__byte_range(c->open, c->open ? cells : 0)};
-    dkv__range   all[15] = {ws};
-    int          n = 1;
-    if (backward) {
-        all[n++] = dkv__tensor_range(&x->dq, x->N_q, c->H, c->d_k);
-        all[n++] = dkv__tensor_range(&x->dk, x->N_q, c->Hkv, c->d_k);
-        all[n++] = dkv__tensor_range(&x->dv, x->N_q, c->Hkv, c->d_v);
-        all[n++] = dkv__byte_range(c->d_ln_u, cells * 4);
-        all[14] = dkv__tensor_range(&x->d_out, x->N_q, c->H, c->d_v);
-    }
-    memcpy(all + n, made, sizeof made);
-    memcpy(all + n + 4, read, sizeof read);
-    return dkv__ranges_meet(all, backward ? n : n + 4, backward ? 15 : n + 9, c);
 }
 
 DKV__PRIVATE dkv_result dkv__gated_run(const dkv_gated *c, int64_t n, void *ws, size_t ws_bytes,
