@@ -20,7 +20,7 @@ FLAGS_tsan     = -O1 -fsanitize=thread -Wno-unknown-pragmas
 VERSION  = $(shell sed -n 's/^#define DKV_VERSION "\(.*\)"/\1/p' distance_kv.h)
 LLAMA    = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/llama/*.c))
 DKV      = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/dkv/*.c))
-TESTS    = $(patsubst tests/%.c,$B/%,$(wildcard tests/test_*.c))
+TESTS    = $(filter-out $B/test_cuda $B/test_model_cuda,$(patsubst tests/%.c,$B/%,$(wildcard tests/test_*.c)))
 TSAN     = $(B)/test_attend $(B)/test_cache $(B)/test_score $(B)/test_gated
 FUZZ     = $(patsubst tests/%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 MODEL    = build/model/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -35,6 +35,9 @@ help:
 	@echo "                MODEL= CONTEXT= QUESTION= PATTERN= TOKENS= choose others"
 	@echo "make test       all tests; with config=sanitize, scalar, debug, or tsan (the threaded ones)"
 	@echo "make fuzz       each fuzz target for SECONDS=30, with clang"
+	@echo "make cuda       build/libdistance_kv_cuda.so and build/dkv-cuda for sm_90a and sm_80; needs nvcc, no GPU"
+	@echo "make test-cuda  the GPU's tests; without a GPU they are counted as skipped"
+	@echo "make bench-cuda build/bench_cuda; bench/peers.py has torch, cuDNN, FlexAttention and FlashAttention-3 beside it"
 	@echo "make install    dkv, distance_kv.h and distance_kv.pc under DESTDIR and PREFIX"
 	@echo "make deps | model | peers | lint | clean"
 
@@ -88,6 +91,8 @@ FORCE:
 $B/test_%: tests/test_%.c $(if $(filter tsan,$(config)),,$(LLAMA)) $B/dkv.o | build/deps
 	$(CC) $(CFLAGS) -MMD -MP $(filter %.c %.o,$^) -o $@ -lcmocka $(LIBS)
 
+$B/test_torch: $B/o/dkv/torch.o
+
 -include bench/bench.mk
 -include $(wildcard $B/*.d $B/o/*/*.d)
 
@@ -120,6 +125,59 @@ peers:
 lint:
 	@sh tests/lint.sh
 
+# ---- CUDA: nvcc to build, a GPU to run; programs carry the runtime inside, so they can be copied to one ----
+
+NVCC      = $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+CUDA_INC  = $(patsubst %/bin/nvcc,%/include,$(realpath $(NVCC)))
+NVCCFLAGS = -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=sm_80 -O3 -std=c++17 -cudart static
+C         = build/cuda
+
+cuda: build/libdistance_kv_cuda.so $C/checked
+nvcc:
+	@test -n "$(NVCC)" || { echo "cuda: nvcc is missing: install the CUDA toolkit, 12.8 or newer, or set NVCC=" >&2; exit 1; }
+
+$C/distance_kv_cuda.o: distance_kv_cuda.cu distance_kv.h | nvcc
+	@mkdir -p $C
+	$(NVCC) $(NVCCFLAGS) -Xptxas -v -Xcompiler -fPIC -c $< -o $@ >$C/ptxas.log 2>&1 || { grep -v ptxas $C/ptxas.log; exit 1; }
+
+# Fails when a tuned kernel spills, or the compiler serialises its wgmma (C7504, C7508, C7509). Kernels for d > 128, and
+# those of 128 rows for devices and strides without TMA, may spill.
+GENERIC = ELi256E|attend_mmaILi[0-9]ELi[0-9]*ELi8E
+$C/checked: $C/distance_kv_cuda.o
+	@awk -F '\047' '/Compiling entry function/ {kernel = $$2; arch = $$4} \
+	      /C75(04|08|09)/ || (/[1-9][0-9]* bytes spill/ && kernel !~ /$(GENERIC)/) \
+	          {sub(/^.*_cu_......../, "", kernel); print arch, kernel ":", $$0; bad = 1} \
+	      END {exit bad}' $C/ptxas.log
+	@touch $@
+
+$C/dkv.o: distance_kv.h
+	@mkdir -p $C
+	$(CC) $(CFLAGS) -fno-openmp -Wno-unknown-pragmas -fPIC -DDISTANCE_KV_IMPLEMENTATION -x c -c $< -o $@
+
+build/libdistance_kv_cuda.so: $C/distance_kv_cuda.o $C/dkv.o
+	$(NVCC) $(NVCCFLAGS) -shared $^ -o $@ -lm
+
+$C/test_cuda.o: tests/test_cuda.c distance_kv.h $(wildcard tests/*.h) | nvcc build/deps
+	@mkdir -p $C
+	$(CC) $(CFLAGS) -isystem $(CUDA_INC) -c $< -o $@
+
+# cmocka has no static library: a copy lies beside the program.
+build/test_cuda: $C/test_cuda.o $C/distance_kv_cuda.o $B/dkv.o
+	@cp -L "$$($(CC) -print-file-name=libcmocka.so)" build/libcmocka.so.0
+	$(NVCC) $(NVCCFLAGS) $^ -o $@ -lcmocka -l:libgomp.a -Xlinker -rpath,'$$ORIGIN' -lm
+
+build/bench_cuda: bench/bench_cuda.cu distance_kv.h $C/distance_kv_cuda.o $B/dkv.o
+	$(NVCC) $(NVCCFLAGS) -Xcompiler -Wall,-Wextra $(filter %.cu %.o,$^) -o $@ -l:libgomp.a -ldl -lm
+
+test-cuda: build/test_cuda build/test_model_cuda
+	@sh tests/run.sh $^
+
+bench-cuda: build/bench_cuda build/libdistance_kv_cuda.so
+	@echo "build/bench_cuda [--json FILE] [--only TEXT]        against this device's limits; --help"
+	@echo "bench/peers.py [--json FILE] [--only TEXT]          against torch, cuDNN, FlexAttention, FlashAttention-3"
+
+include examples/llama/cuda.mk
+
 # ---- install ----
 
 install: build/dkv
@@ -130,6 +188,6 @@ install: build/dkv
 	    "$(PREFIX)" "$(VERSION)" >$(DESTDIR)$(PREFIX)/lib/pkgconfig/distance_kv.pc
 
 clean:
-	rm -rf build/*-gcc build/*-clang build/fuzz build/dkv build/minimal build/llama2c build/demo.txt
+	rm -rf build/*-gcc build/*-clang build/cuda build/*_cuda build/*_cuda.tar.xz build/*.so* build/fuzz build/dkv build/dkv-cuda build/minimal build/llama2c build/demo.txt
 
-.PHONY: all help deps model run test fuzz peers lint install clean
+.PHONY: all help deps model run test fuzz peers lint cuda nvcc test-cuda bench-cuda install clean

@@ -178,6 +178,9 @@ typedef struct dkv_allocator {
     void *user;
 } dkv_allocator;
 
+/* zlib's CRC32, which files of patterns and caches end with; crc: 0, or of the bytes before. */
+DKV_API uint32_t dkv_crc32(uint32_t crc, const void *data, size_t bytes);
+
 /* ---- SIMD level ---------------------------------------------------------- */
 
 typedef enum dkv_simd { DKV_SIMD_SCALAR = 0, DKV_SIMD_AVX2 = 1, DKV_SIMD_AVX512 = 2, DKV_SIMD_COUNT } dkv_simd;
@@ -601,8 +604,9 @@ extern dkv_result dkv_cuda_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *
 /* A batch of attentions made ready: private, copy it freely. */
 typedef struct dkv_cuda_work {
     void   *block, *ws;
-    int64_t n, items, heads_at, items_at, arrived_at, rows, longest;
-    int32_t ctas, blocks, split, kernel, type, d, tma, shared;
+    const int64_t *lengths;
+    int64_t n, items, items_at, arrived_at, rows, longest;
+    int32_t ctas, blocks, split, kernel, type, d, tma, shared, overlap;
 } dkv_cuda_work;
 
 /* Prepares a[0..n-1] once for any number of launches: tile lists and tensor maps go to block (device, 128-byte
@@ -818,7 +822,7 @@ DKV__INLINE int dkv__popcount(uint64_t v) {
 }
 
 /* CRC32 with zlib's polynomial, 8 bytes a step: table[k][x] advances byte x over k further zero bytes. */
-DKV__PRIVATE uint32_t dkv__crc32(uint32_t crc, const void *data, size_t n) {
+DKV_API uint32_t dkv_crc32(uint32_t crc, const void *data, size_t n) {
     const uint8_t *p = (const uint8_t *)data;
     uint32_t       table[8][256];
     for (uint32_t x = 0; x < 256; x++) {
@@ -1741,9 +1745,9 @@ DKV__PRIVATE void dkv__pattern_header(uint8_t *out, const dkv_pattern *p) {
 DKV_API uint32_t dkv_pattern_crc(const dkv_pattern *p) {
     uint8_t header[DKV__PATTERN_HEADER];
     dkv__pattern_header(header, p);
-    uint32_t crc = dkv__crc32(0, header, sizeof header);
-    crc = dkv__crc32(crc, p->bits, (size_t)dkv__bits_bytes(p));
-    return p->p ? dkv__crc32(crc, p->p, (size_t)dkv__p_bytes(p)) : crc;
+    uint32_t crc = dkv_crc32(0, header, sizeof header);
+    crc = dkv_crc32(crc, p->bits, (size_t)dkv__bits_bytes(p));
+    return p->p ? dkv_crc32(crc, p->p, (size_t)dkv__p_bytes(p)) : crc;
 }
 
 DKV_API dkv_result dkv_pattern_write(void *dst, size_t *bytes, const dkv_pattern *p) {
@@ -1764,7 +1768,7 @@ DKV_API dkv_result dkv_pattern_write(void *dst, size_t *bytes, const dkv_pattern
     dkv__pattern_header(out, p);
     memcpy(out + DKV__PATTERN_HEADER, p->bits, bits);
     if (p->p) memcpy(out + DKV__PATTERN_HEADER + bits, p->p, (size_t)dkv__p_bytes(p));
-    dkv__put32(out + need - 4, dkv__crc32(0, out, need - 4));
+    dkv__put32(out + need - 4, dkv_crc32(0, out, need - 4));
     *bytes = need;
     return DKV_OK;
 }
@@ -1786,7 +1790,7 @@ DKV__PRIVATE dkv_result dkv__file_check(const uint8_t *in, size_t bytes, const u
     if (bytes < header + 4) return DKV_ERR_LENGTH;
     if (dkv__get32(in + 8) != version || dkv__get32(in + 12) != header) return DKV_ERR_VERSION;
     if (dkv__get64(in + 16) != bytes) return DKV_ERR_LENGTH;
-    if (dkv__get32(in + bytes - 4) != dkv__crc32(0, in, bytes - 4)) return DKV_ERR_CRC;
+    if (dkv__get32(in + bytes - 4) != dkv_crc32(0, in, bytes - 4)) return DKV_ERR_CRC;
     return DKV_OK;
 }
 
@@ -3398,7 +3402,7 @@ DKV_API dkv_result dkv_cache_save(void *dst, size_t *bytes, const dkv_cache *c) 
         out = dkv__image_put(out, &x->layers[f / x->shape.Hkv], f % x->shape.Hkv);
         out = dkv__image_put(out, &c->tail[f / x->shape.Hkv], f % x->shape.Hkv);
     }
-    dkv__put32(out, dkv__crc32(0, dst, need - 4));
+    dkv__put32(out, dkv_crc32(0, dst, need - 4));
     *bytes = need;
     return DKV_OK;
 }

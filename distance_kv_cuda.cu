@@ -87,6 +87,13 @@ template <int N> struct Ring {
 
 /* ---- copies to shared memory ---- */
 
+/* Brings what comes first near before anyone asks for it: reads that nothing waits for. */
+DKV__DEVICE void touch(const void *attentions, const void *items, const void *lengths, int lane) {
+    const char *p = lane < 8 ? (const char *)attentions + lane * 128 : lane < 12 ? (const char *)items + (lane - 8) * 128
+                                                                                  : (const char *)lengths;
+    uint32_t x;
+    if (lane < 13 && p) asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
+}
 DKV__DEVICE void copy16(uint32_t dst, const void *src, bool real) { /* zeros if not real */
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
 }
@@ -115,6 +122,11 @@ DKV__DEVICE uint64_t policy_evict_normal() {
 /* The map was written by another kernel through ordinary stores. */
 DKV__DEVICE void tma_acquire(const CUtensorMap *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+/* Kernels of a stream overlap: the next one may be scheduled from here on, and waits until this one has ended. */
+DKV__DEVICE void let_next_start() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 DKV__DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
@@ -210,6 +222,12 @@ DKV__DEVICE void set_element(char *p, dkv_type type, float x) {
     case DKV_I8: *(int8_t *)p = i8_from(x); return;
     default: *(uint8_t *)p = fp8_from(x); return;
     }
+}
+/* The same, called: where strides are odd, time matters less than the size of the code around. */
+__device__ __noinline__ float element_called(const char *p, dkv_type type) { return element(p, type); }
+__device__ __noinline__ void set_pair(char *p, int64_t stride, dkv_type type, float x, float y) {
+    set_element(p, type, x);
+    set_element(p + stride, type, y);
 }
 __host__ DKV__DEVICE int type_bytes(dkv_type t) { return t == DKV_F32 ? 4 : t == DKV_F16 || t == DKV_BF16 ? 2 : 1; }
 
@@ -627,20 +645,20 @@ struct alignas(128) Attention {
 
 struct Head { int64_t rows, base; }; /* of the context: how many, and the first one if packed */
 
-/* One KV head, or in whole mode one row block of it: what shares are computed from, in one read. */
-struct Item { int32_t a, g, m, context; const int64_t *length; int64_t tail; int32_t N_q, G; };
+/* One KV head, or in whole mode one row block of it: all that shares are computed from, in one read. */
+struct Item { int32_t a, g, m, context; int64_t tail, rows, base; int32_t N_q, G; };
 
 struct Work { /* kernel parameter */
     const Attention *attentions;
-    const Head      *heads;
     const Item      *items;
+    const int64_t   *lengths; /* of the tails, NULL: as the items say */
     int             *arrived; /* [items], zero between launches */
     float           *slots;   /* [2 * CTAs][rows of a block * (D + 2)] */
     int              n_items, blocks, split, tma, stages;
 };
 
-DKV__DEVICE int64_t tail_length(const Item &x) {
-    return x.length ? least(most(*x.length, (int64_t)0), x.tail) : x.tail;
+DKV__DEVICE int64_t tail_length(const Work &w, const Item &x) {
+    return w.lengths ? least(most(w.lengths[x.a], (int64_t)0), x.tail) : x.tail;
 }
 /* Tail rows that query i sees, of a tail of n. */
 DKV__DEVICE int64_t visible(int64_t n, int64_t N_q, int64_t i) { return least(most(n - N_q + 1 + i, (int64_t)0), n); }
@@ -653,23 +671,56 @@ DKV__DEVICE int tiles_until(const Item &x, int64_t length, int64_t end) {
 
 /* ---- shares of work ---- */
 
+/* Unit at which group c's share begins, of n groups. */
+DKV__DEVICE int share(int units, int n, int c) { return units / n * c + units % n * c / n; }
+/* The group whose share has unit u: the last that begins at or before it. */
+DKV__DEVICE int group_of(int units, int n, int u) {
+    int c = least((int)((float)u * (float)n / (float)units), n - 1);
+    while (c > 0 && share(units, n, c) > u) c--;
+    while (c < n - 1 && share(units, n, c + 1) <= u) c++;
+    return c;
+}
+
+/* Where the pieces of an item are: in slots of groups first .. last, in order. */
+struct Pieces { int units, groups, blocks, m, first, last, late, count; }; /* late: the first group's is not its first */
+
+/* Slot of group c's piece, -1 if it has none: where there are fewer units than groups, some shares are empty. */
+DKV__DEVICE int piece_slot(const Pieces &p, int c) {
+    if (c > p.last || (p.units < p.groups && share(p.units, p.groups, c) == share(p.units, p.groups, c + 1))) return -1;
+    return 2 * (c * p.blocks + p.m) + (c == p.first && p.late);
+}
+/* Of the item with n units from unit on; by a whole warp. */
+DKV__DEVICE Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m) {
+    Pieces p = {units, groups, blocks, m, group_of(units, groups, unit), group_of(units, groups, unit + n - 1), 0, 0};
+    p.late = share(units, groups, p.first) < unit;
+    for (int c = p.first; c <= p.last; c += 32) p.count += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
+    return p;
+}
+
 /* What a CTA does next: tiles [tile, end) of an item's row block m. */
 struct Piece {
     const Attention *a;
-    int              item, g, m, tile, end, context; /* context: tiles of it */
+    int              N_q, G, item, g, m, tile, end, context; /* context: tiles of it */
+    int              query, member;                  /* of the first row: query, head of the group */
+    float            inverse;                        /* 1 / G */
     int64_t          rows, base, length;             /* context rows of the head, the first of them; tail */
     bool             whole;                          /* the item has no other piece */
     int              slot;                           /* otherwise, where the piece goes */
-    int64_t          unit;                           /* first unit of the item, in the line of all tiles */
+    Pieces           all;                            /* and where all of them do */
 };
 
 /* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too.
-   Group c of n has units [U c / n, U (c + 1) / n); its CTAs have one row block each and run through the same keys at
-   the same time. Every warp walks by itself. */
-struct Walk { int item, at, pieces; int64_t left, unit, units; };
+   Group c of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at
+   the same time. One warp of a CTA walks, and tells the others by shared memory. */
+struct Walk { int item, at, pieces, left, unit, units; };
 
-template <int M> DKV__DEVICE int item_units(const Item &x) {
-    return most(x.context + (int)ceil_div(tail_length(x), TILE), 1);
+DKV__DEVICE int item_units(const Work &w, const Item &x) {
+    return most(x.context + (int)ceil_div(tail_length(w, x), TILE), 1);
+}
+
+/* Completes a piece that is not the whole item; by a whole warp. */
+DKV__DEVICE void complete(Piece &p, const Walk &x, const Work &w) {
+    p.all = pieces_of(p.all.first, p.all.units, x.units, gridDim.x / w.blocks, w.blocks, p.m);
 }
 
 DKV__DEVICE int warp_sum(int x) {
@@ -678,10 +729,10 @@ DKV__DEVICE int warp_sum(int x) {
 }
 
 /* Units before item, among all; total in *units. */
-template <int M> DKV__DEVICE int64_t units_before(const Work &w, int item, int64_t *units) {
-    int64_t before = 0, all = 0;
+DKV__DEVICE int units_before(const Work &w, int item, int *units) {
+    int before = 0, all = 0;
     for (int i = 0; i < w.n_items; i += 32) {
-        int lane = i + (threadIdx.x & 31), u = lane < w.n_items ? item_units<M>(w.items[lane]) : 0;
+        int lane = i + (threadIdx.x & 31), u = lane < w.n_items ? item_units(w, w.items[lane]) : 0;
         all += warp_sum(u);
         before += warp_sum(lane < item ? u : 0);
     }
@@ -689,19 +740,23 @@ template <int M> DKV__DEVICE int64_t units_before(const Work &w, int item, int64
     return before;
 }
 
-template <int M> DKV__DEVICE Walk walk_begin(const Work &w) {
-    Walk x = {};
+DKV__DEVICE Walk walk_begin(const Work &w) {
+    Walk      x = {};
+    const int lane = threadIdx.x & 31;
     if (!w.split) {
         x.item = (int)blockIdx.x;
         return x;
     }
-    int     groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
-    int     lane = threadIdx.x & 31;
-    units_before<M>(w, 0, &x.units);
-    int64_t begin = x.units * c / groups, before = 0;
-    x.left = x.units * (c + 1) / groups - begin;
+    const int groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
+    int       own = lane < w.n_items ? item_units(w, w.items[lane]) : 0, before = 0; /* units of this lane's item */
+    x.units = own;
+    for (int i = lane + 32; i < w.n_items; i += 32) x.units += item_units(w, w.items[i]);
+    x.units = warp_sum(x.units);
+    const int begin = share(x.units, groups, c);
+    x.left = share(x.units, groups, c + 1) - begin;
     for (int i = 0; i < w.n_items; i += 32) { /* the last item that starts at or before begin */
-        int u = i + lane < w.n_items ? item_units<M>(w.items[i + lane]) : 0, upto = u;
+        if (i) own = i + lane < w.n_items ? item_units(w, w.items[i + lane]) : 0;
+        int upto = own;
         for (int j = 1; j < 32; j <<= 1) {
             int y = __shfl_up_sync(~0u, upto, j);
             upto += lane >= j ? y : 0;
@@ -710,8 +765,8 @@ template <int M> DKV__DEVICE Walk walk_begin(const Work &w) {
         if (open) {
             int first = __ffs(open) - 1;
             x.item = i + first;
-            x.unit = before + __shfl_sync(~0u, upto - u, first);
-            x.at = (int)(begin - x.unit);
+            x.unit = before + __shfl_sync(~0u, upto - own, first);
+            x.at = begin - x.unit;
             break;
         }
         before += __shfl_sync(~0u, upto, 31);
@@ -719,31 +774,42 @@ template <int M> DKV__DEVICE Walk walk_begin(const Work &w) {
     return x;
 }
 
+/* Whole items are dealt in rounds, every second one backwards, so that nobody always gets the longer ones. */
+DKV__DEVICE int whole_item(const Walk &x, const Work &w) {
+    int round = x.item / gridDim.x, rest = least((int)gridDim.x, w.n_items - round * (int)gridDim.x);
+    return x.item - (int)blockIdx.x + (round & 1 ? rest - 1 - (int)blockIdx.x : (int)blockIdx.x);
+}
+
 template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     if (w.split ? x.left <= 0 : x.item >= w.n_items) return false;
-    const Item  i = w.items[x.item];
-    const Head  h = w.heads[w.attentions[i.a].first_head + i.g];
+    const Item i = w.items[w.split ? x.item : whole_item(x, w)];
     p.a = w.attentions + i.a;
+    p.N_q = i.N_q;
+    p.G = i.G;
     p.item = x.item;
     p.g = i.g;
     p.m = w.split ? (int)(blockIdx.x % w.blocks) : i.m;
+    p.query = p.m * M / p.G;
+    p.member = p.m * M - p.query * p.G;
+    p.inverse = __fdividef(1.0f, (float)p.G);
     p.context = i.context;
-    p.rows = h.rows;
-    p.base = h.base;
-    p.length = tail_length(i);
+    p.rows = i.rows;
+    p.base = i.base;
+    p.length = tail_length(w, i);
     p.tile = 0;
     p.end = tiles_until(i, p.length, (int64_t)(p.m + 1) * M);
     p.whole = true;
-    p.unit = x.unit;
     if (!w.split) {
         x.item += gridDim.x;
         return true;
     }
-    int units = item_units<M>(i), n = (int)least(x.left, (int64_t)(units - x.at));
+    int units = item_units(w, i), n = least(x.left, units - x.at);
     p.whole = n == units;
     p.tile = x.at;
     p.end = least(p.end, x.at + n);
     p.slot = 2 * blockIdx.x + (x.pieces++ > 0);
+    p.all.units = units; /* what pieces_of completes: it takes divisions, and loads should start first */
+    p.all.first = x.unit;
     x.left -= n;
     x.at = 0;
     x.unit += units;
@@ -751,39 +817,17 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     return true;
 }
 
-/* Where the pieces of an item are: in slots of groups first .. last, in order. */
-struct Pieces { int64_t unit, units; int groups, blocks, m, first, last; };
-
-DKV__DEVICE Pieces pieces_of(const Work &w, int64_t unit, int n, int64_t units, int m, int ctas) {
-    Pieces p = {unit, units, ctas / w.blocks, w.blocks, m, 0, 0};
-    p.first = (int)(((unit + 1) * p.groups - 1) / units); /* the group whose share has the item's first unit */
-    p.last = (int)(((unit + n) * p.groups - 1) / units);
-    return p;
-}
-/* Slot of group c's piece, -1 if it has none. */
-DKV__DEVICE int piece_slot(const Pieces &p, int c) {
-    int64_t begin = p.units * c / p.groups, end = p.units * (c + 1) / p.groups;
-    if (begin == end) return -1;
-    return 2 * (c * p.blocks + p.m) + (begin < p.unit);
-}
-DKV__DEVICE int piece_count(const Pieces &p) {
-    int n = 0;
-    for (int c = p.first; c <= p.last; c++) n += piece_slot(p, c) >= 0;
-    return n;
-}
-
 /* ---- rows ---- */
 
 struct Row { int64_t i; int h; bool real; }; /* query, head */
-template <int M> DKV__DEVICE Row row_of(const Piece &p, int r) {
-    int R = p.m * M + r, G = p.a->G, i = R / G;
-    return Row{i, p.g * G + (R - i * G), R < p.a->N_q * G};
+DKV__DEVICE Row row_of(const Piece &p, int r) {
+    int x = p.member + r, i = (int)(((float)x + 0.5f) * p.inverse); /* x / G, exact for x < 2^20 */
+    return Row{p.query + i, p.g * p.G + (x - i * p.G), p.query + i < p.N_q};
 }
-/* Keys of the tile at `row` of its segment that query row r sees. */
-template <int M> DKV__DEVICE int row_sees(const Piece &p, int r, bool tail, int64_t row) {
-    int64_t n = tail ? visible(p.length, p.a->N_q, (p.m * M + r) / p.a->G) : p.rows;
-    return (int)most(least(n - row, (int64_t)TILE * 2), (int64_t)0);
-}
+/* Tail rows that query row r sees. */
+DKV__DEVICE int64_t row_sees(const Piece &p, int r) { return visible(p.length, p.N_q, row_of(p, r).i); }
+/* Of n rows of a segment, those in the tile that begins at row. */
+DKV__DEVICE int in_tile(int64_t n, int64_t row) { return (int)most(least(n - row, (int64_t)TILE * 2), (int64_t)0); }
 
 /* The end of a row: its largest logit (in powers of 2) and sum become its LSE; returns what o is multiplied by. */
 DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, float sum) {
@@ -799,46 +843,66 @@ DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, floa
     return sum == 0.0f ? 0.0f : weight / sum; /* no key at all: 0 */
 }
 
-template <int N> DKV__DEVICE void store_out(const Attention &a, const Row &row, int j, const float (&x)[N]) {
-    char *p = at(a.out, row.i, row.h) + j * a.out.stride_dim;
-    if (!row.real || j >= a.d_v) return;
-    if (a.out_vector && a.out.type != DKV_F32) {
+template <int N> DKV__DEVICE void store_out(const dkv_tensor &out, bool vector, int d, const Row &row, int j,
+                                            const float (&x)[N]) {
+    char *p = at(out, row.i, row.h) + j * out.stride_dim;
+    if (!row.real || j >= d) return;
 #pragma unroll
-        for (int u = 0; u < N; u += 2) {
-            *(uint32_t *)(p + 2 * u) = a.out.type == DKV_F16 ? pair_of<__half>(x[u], x[u + 1])
-                                                              : pair_of<__nv_bfloat16>(x[u], x[u + 1]);
-        }
-    } else {
-#pragma unroll
-        for (int u = 0; u < N; u++) set_element(p + u * a.out.stride_dim, a.out.type, x[u]);
+    for (int u = 0; u < N; u += 2) {
+        if (vector && out.type == DKV_F32) *(float2 *)(p + 4 * u) = float2{x[u], x[u + 1]};
+        else if (vector && out.type == DKV_F16) *(uint32_t *)(p + 2 * u) = pair_of<__half>(x[u], x[u + 1]);
+        else if (vector) *(uint32_t *)(p + 2 * u) = pair_of<__nv_bfloat16>(x[u], x[u + 1]);
+        else set_pair(p + u * out.stride_dim, out.stride_dim, out.type, x[u], x[u + 1]);
     }
 }
 
 /* Merges row r of an item's pieces, by one warp. A piece without a finite logit holds zeros, or NaN to pass on. */
 template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
                                                      const float *slots) {
-    constexpr int N = D / 32;
-    const int     lane = threadIdx.x & 31;
+    constexpr int N = D / 32, SLOT = M * (D + 2), FLIGHT = 64 / N < 16 ? 64 / N : 16; /* slots whose loads are in flight */
+    const int     lane = threadIdx.x & 31, n = p.last - p.first + 1;
     float         top = -INFINITY, sum = 0.0f, o[N] = {};
-    for (int c = p.first; c <= p.last; c++) {
-        int slot = piece_slot(p, c);
-        if (slot >= 0) top = fmaxf(top, __ldcg(slots + (int64_t)slot * M * (D + 2) + M * D + r));
+    for (int c = p.first + 32; n > 32 && c <= p.last; c += 32) { /* the first 32 are read once, below */
+        int slot = piece_slot(p, c + lane);
+        if (slot >= 0) top = fmaxf(top, __ldcg(slots + (int64_t)slot * SLOT + M * D + r));
     }
-    for (int c = p.first; c <= p.last; c++) {
-        int slot = piece_slot(p, c);
-        if (slot < 0) continue;
-        const float *s = slots + (int64_t)slot * M * (D + 2);
-        float        own = __ldcg(s + M * D + r), weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
-        sum += weight * __ldcg(s + M * (D + 1) + r);
+    for (int c = 0; c < n; c += 32) {
+        int          slot = piece_slot(p, p.first + c + lane);
+        const float *s = slots + (int64_t)most(slot, 0) * SLOT;
+        float        own = slot < 0 ? -INFINITY : __ldcg(s + M * D + r), part = slot < 0 ? 0.0f : __ldcg(s + M * (D + 1) + r);
+        if (c == 0) {
+            top = fmaxf(top, own);
+            for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+        }
+        float weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
+        sum += weight * part;
+        weight = slot < 0 ? 0.0f : weight;
+        for (int j = 0; j < least(n - c, 32); j += FLIGHT) {
+            float x[FLIGHT][N];
 #pragma unroll
-        for (int u = 0; u < N; u++) o[u] += weight * __ldcg(s + r * D + lane * N + u);
+            for (int k = 0; k < FLIGHT; k++) {
+                int from = __shfl_sync(~0u, slot, j + k);
+#pragma unroll
+                for (int u = 0; u < N; u += 2) {
+                    float2 y = from < 0 ? float2{0.0f, 0.0f} : __ldcg((const float2 *)(slots + (int64_t)from * SLOT + r * D + lane * N + u));
+                    x[k][u] = y.x, x[k][u + 1] = y.y;
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < FLIGHT; k++) {
+                float w = __shfl_sync(~0u, weight, j + k);
+#pragma unroll
+                for (int u = 0; u < N; u++) o[u] += w * x[k][u];
+            }
+        }
     }
+    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
     float weight = 0.0f;
     if (lane == 0) weight = finish_row(a, row, top, sum);
     weight = __shfl_sync(~0u, weight, 0);
 #pragma unroll
     for (int u = 0; u < N; u++) o[u] *= weight;
-    store_out<N>(a, row, lane * N, o);
+    store_out<N>(a.out, a.out_vector, a.d_v, row, lane * N, o);
 }
 
 /* ---- softmax of a tile, in registers ---- */
@@ -903,10 +967,11 @@ DKV__DEVICE float quad_sum(float x) {
 
    math    S = Q K^T and O += P V by m16n8k16, K and V as B operands, f32 accumulators; 8-bit elements become f16 in
            registers, K's scales are in q, V's are applied to O where the context ends
-   shapes  RW groups of 16 query rows x TW = 8 / RW groups of keys; a stage is 32 KB at D = 128: 128 keys of K or V in
+   shapes  RW groups of 16 query rows x TW groups of keys, a warp each; a stage is 32 KB at D = 128: 128 keys of K or V in
            16 bits, 256 in 8
-   CTA     8 consumer warps, each 16 rows by 1 / TW of a tile's keys, with its own maximum, sum and O, which meet at
-           the end of a piece; one warp fills a ring of stages, by TMA or (other strides, sm_80) by cp.async
+   CTA     8 warps (4 at D = 256, for registers), each 16 rows by 1 / TW of a tile's keys, with its own maximum, sum
+           and O, which meet at the end of a piece; one more fills a ring of stages, by TMA or (other strides, sm_80)
+           by cp.async
    why     decoding reads 32 KB per microsecond and SM: mma.sync keeps up at a quarter of its rate, and needs no P in
            shared memory; keys split over warps because rows do not fill them
    limits  D 64, 128, 256 (smaller d padded with zeros by the loads)                                               */
@@ -918,16 +983,16 @@ template <int TYPE> struct Compute { typedef __half T; };
 template <> struct Compute<DKV_BF16> { typedef __nv_bfloat16 T; };
 
 template <int TYPE, int D, int RW> struct MmaShape {
-    static constexpr int M = 16 * RW, TW = 8 / RW;
+    static constexpr int WARPS = D == 256 ? 4 : 8, THREADS = 32 * WARPS; /* that compute */
+    static constexpr int M = 16 * RW, TW = WARPS / RW;
     static constexpr int BYTES = TYPE == DKV_I8 || TYPE == DKV_FP8 ? 1 : 2;
     static constexpr int KEYS = BYTES == 1 ? 2 * TILE : TILE; /* of a context tile */
     static constexpr int PITCH = BYTES * D < 128 ? BYTES * D : 128;
     static constexpr int STAGE = TILE * D * 2;
-    static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 5 : 3;
-    static constexpr int RED = 8 * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart: no conflicts */
-    static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 16 * 16;
+    static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 6 : 3;
+    static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart: no conflicts */
+    static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 256 + 2 * (int)sizeof(Piece);
 };
-constexpr int CONSUMERS = 256; /* threads of the 8 consumer warps */
 
 /* One stage <- rows of a source, from row on; by one warp. */
 template <int BYTES, int D, int ROWS>
@@ -973,35 +1038,56 @@ DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uin
 /* Rows of q into shared memory, times the channel scales of an 8-bit context: by rows of a warp. Each such row is
    scaled by a power of two so that f16 holds it, whatever the scales are; factor[r]: what its logits then want.
    8-bit keys come as 4 adjacent elements a thread, so 16 elements of q lie in the order that mma pairs them with. */
-template <class T, int D, int M>
+template <class T, int D, int M, int WARPS>
 DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scaled, bool fp8) {
-    constexpr int    N = D / 32;
+    constexpr int    N = D / 32, ROWS = M / WARPS, STEP = ROWS < 4 ? ROWS : 4; /* rows whose loads are in flight together */
     const Attention &a = *p.a;
-    const int        warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const float     *scale = a.k_scale + (int64_t)p.g * a.k_pitch;
-    for (int r = warp * (M / 8); r < (warp + 1) * (M / 8); r++) {
-        Row         row = row_of<M>(p, r);
-        const char *from = at(a.q, row.i, row.h);
-        float       x[N], peak = 0.0f;
+    const int        warp = threadIdx.x / 32, lane = threadIdx.x & 31, d = a.d_k;
+    const float     *scale = a.k_scale + (int64_t)p.g * a.k_pitch, own = a.scale;
+    const dkv_tensor t = a.q;
+    const bool       direct = a.q_vector && t.type == Name<T>::type, inside = lane * N < d; /* 8 | d and N | 8 */
+    float            w[N];
 #pragma unroll
-        for (int u = 0; u < N; u++) {
-            int j = lane * N + u;
-            x[u] = row.real && j < a.d_k ? element(from + j * a.q.stride_dim, a.q.type) : 0.0f;
-            if (scaled) x[u] *= j < a.d_k ? scale[j] * (fp8 ? 256.0f : 1.0f) : 0.0f;
-            peak = fmaxf(peak, fabsf(x[u]));
-        }
-        int shift = 0; /* of the exponent: the largest element becomes 2^13 .. 2^14 */
-        if (scaled) {
-            for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
-            if (peak >= 1.17549435e-38f && peak < INFINITY) shift = least(13 + 127 - (int)(__float_as_uint(peak) >> 23), 120);
-        }
-        if (lane == 0) factor[r] = a.scale * __uint_as_float((uint32_t)(127 - shift) << 23);
-        float lift = __uint_as_float((uint32_t)(127 + shift) << 23);
+    for (int u = 0; u < N; u++) w[u] = !scaled ? 1.0f : inside ? scale[lane * N + u] * (fp8 ? 256.0f : 1.0f) : 0.0f;
+    for (int k0 = 0; k0 < ROWS; k0 += STEP) {
+        uint32_t raw[STEP][N / 2];
+        float    x[STEP][N];
 #pragma unroll
-        for (int u = 0; u < N; u++) {
-            int j = lane * N + u, k = j & 15;
-            if (scaled) j = (j & ~15) | (k & 2) * 4 | k / 4 * 2 | (k & 1); /* d = 4t + e -> 2t + e, or 8 + 2t + e - 2 */
-            *(T *)(to + tile_offset<128, M>(r, j / 8) + (j & 7) * 2) = (T)(x[u] * lift);
+        for (int k = 0; k < STEP; k++) {
+            const Row   row = row_of(p, warp * ROWS + k0 + k);
+            const char *from = at(t, row.i, row.h);
+#pragma unroll
+            for (int u = 0; u < N; u += 2) {
+                const bool real = row.real && inside;
+                raw[k][u / 2] = direct && real ? ((const uint32_t *)from)[(lane * N + u) / 2] : 0;
+                if (direct) continue;
+                x[k][u] = real ? element_called(from + (lane * N + u) * t.stride_dim, t.type) : 0.0f;
+                x[k][u + 1] = real ? element_called(from + (lane * N + u + 1) * t.stride_dim, t.type) : 0.0f;
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < STEP; k++) {
+            const int r = warp * ROWS + k0 + k;
+            float     peak = 0.0f;
+            int       shift = 0; /* of the exponent: the largest element becomes 2^13 .. 2^14 */
+#pragma unroll
+            for (int u = 0; u < N; u++) {
+                if (direct) x[k][u] = (float)((const T *)&raw[k][u / 2])[u & 1];
+                x[k][u] *= w[u];
+                peak = fmaxf(peak, fabsf(x[k][u]));
+            }
+            if (scaled) {
+                for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
+                if (peak >= 1.17549435e-38f && peak < INFINITY) shift = least(13 + 127 - (int)(__float_as_uint(peak) >> 23), 120);
+            }
+            if (lane == 0) factor[r] = own * __uint_as_float((uint32_t)(127 - shift) << 23);
+            const float lift = __uint_as_float((uint32_t)(127 + shift) << 23);
+#pragma unroll
+            for (int u = 0; u < N; u += 2) {
+                int j = lane * N + u, i = j & 15;
+                if (scaled) j = (j & ~15) | (i & 2) * 4 | i / 4 * 2; /* d = 4t + e -> 2t + e, or 8 + 2t + e - 2 */
+                *(uint32_t *)(to + tile_offset<128, M>(r, j / 8) + (j & 7) * 2) = pair_of<T>(x[k][u] * lift, x[k][u + 1] * lift);
+            }
         }
     }
 }
@@ -1140,7 +1226,7 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
         sum[i] = quad_sum(sum[i]);
         if (t == 0) tops[warp * 16 + r + 8 * i] = top[i], sums[warp * 16 + r + 8 * i] = sum[i];
     }
-    named_sync(1, CONSUMERS);
+    named_sync(1, S::THREADS);
     float own[2];
     for (int i = 0; i < 2; i++) {
         float all = -INFINITY;
@@ -1149,18 +1235,21 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
     }
     scale_rows(o, own);
     float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
-    for (int row = tid; row < M; row += CONSUMERS) {
+    for (int row = tid; row < M; row += S::THREADS) {
         float all = -INFINITY, total = 0.0f;
         for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(row / 16 + RW * j) * 16 + row % 16]);
         for (int j = 0; j < TW; j++) {
             float x = tops[(row / 16 + RW * j) * 16 + row % 16];
             total += sums[(row / 16 + RW * j) * 16 + row % 16] * (x == -INFINITY ? 1.0f : exp2_fast(x - all));
         }
-        Row q = row_of<M>(p, row);
+        Row q = row_of(p, row);
         weight[row] = 1.0f;
         if (!p.whole) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
         else if (q.real) weight[row] = finish_row(*p.a, q, all, total);
     }
+    const dkv_tensor out = p.a->out;
+    const bool       vector = p.a->out_vector;
+    const int        d = p.a->d_v;
     for (int d0 = 0; d0 < D; d0 += 32) {
 #pragma unroll
         for (int n = 0; n < D / 8; n++) { /* registers want constant indices */
@@ -1169,8 +1258,8 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
             *(float2 *)to = float2{o[n][0], o[n][1]};
             *(float2 *)(to + 8 * 40) = float2{o[n][2], o[n][3]};
         }
-        named_sync(1, CONSUMERS);
-        for (int i = tid; i < M * 16; i += CONSUMERS) {
+        named_sync(1, S::THREADS);
+        for (int i = tid; i < M * 16; i += S::THREADS) {
             int   row = i / 16, j = i % 16 * 2;
             float x[2] = {0.0f, 0.0f};
             for (int k = 0; k < TW; k++) {
@@ -1178,35 +1267,33 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4
                 x[0] += y.x, x[1] += y.y;
             }
             x[0] *= weight[row], x[1] *= weight[row];
-            if (p.whole) store_out<2>(*p.a, row_of<M>(p, row), d0 + j, x);
+            if (p.whole) store_out<2>(out, vector, d, row_of(p, row), d0 + j, x);
             else *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
         }
-        named_sync(1, CONSUMERS);
+        named_sync(1, S::THREADS);
     }
 }
 
 /* The CTA that finds itself the last of an item's pieces merges them all, in order; by all consumer warps. */
-template <int M, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, const Walk &x, int *flag) {
-    Pieces q = pieces_of(w, p.unit, item_units<M>(w.items[p.item]), x.units, p.m, gridDim.x);
-    __threadfence();
-    named_sync(1, CONSUMERS);
+template <class S, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, int *flag) {
+    named_sync(1, S::THREADS);
     if (threadIdx.x == 0) {
-        *flag = atomicAdd(w.arrived + p.item, 1) == piece_count(q) - 1;
+        __threadfence(); /* of all the warps' writes before the barrier */
+        *flag = atomicAdd(w.arrived + p.item, 1) == p.all.count - 1;
         if (*flag) w.arrived[p.item] = 0;
         __threadfence();
     }
-    named_sync(1, CONSUMERS);
+    named_sync(1, S::THREADS);
     if (*flag) {
-        for (int r = threadIdx.x / 32; r < M; r += 8) {
-            Row row = row_of<M>(p, r);
-            if (row.real) combine_row<M, D>(*p.a, row, r, q, w.slots);
+        for (int r = threadIdx.x / 32; r < S::M; r += S::WARPS) {
+            Row row = row_of(p, r);
+            if (row.real) combine_row<S::M, D>(*p.a, row, r, p.all, w.slots);
         }
     }
-    named_sync(1, CONSUMERS);
 }
 
 template <int TYPE, int D, int RW>
-__global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_constant__ Work w) {
+__global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend_mma(const __grid_constant__ Work w) {
     typedef MmaShape<TYPE, D, RW>      S;
     typedef typename Compute<TYPE>::T  T;
     constexpr int                      M = S::M;
@@ -1215,35 +1302,64 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
     char     *ring = shared, *q = ring + w.stages * S::STAGE;
     float    *red = (float *)(q + M * D * 2), *tops = red + S::RED / 4, *sums = tops + 128, *weight = sums + 128;
     uint64_t *full = (uint64_t *)(weight + 128), *empty = full + S::MOST_STAGES;
-    int      *flag = (int *)(empty + S::MOST_STAGES);
+    uint64_t *piece_full = empty + S::MOST_STAGES, *piece_empty = piece_full + 2;
+    int      *flag = (int *)(piece_empty + 2);
+    Piece    *pieces = (Piece *)(full + 32); /* what to do comes from the producer; no attention: the end */
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < w.stages; i++) {
             bar_init(full + i, w.tma ? 1 : 32);
-            bar_init(empty + i, 8);
+            bar_init(empty + i, S::WARPS);
         }
+        for (int i = 0; i < 2; i++) bar_init(piece_full + i, 1), bar_init(piece_empty + i, S::WARPS);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
     __syncthreads();
-    Walk     walk = walk_begin<M>(w);
-    Piece    p;
+#if __CUDA_ARCH__ >= 900
+    let_next_start();
+#endif
+    Ring<2>  turn;
     int      stage = 0;
     uint32_t phase = 0;
 
-    if (warp == 8) { /* the producer */
-        uint64_t policy = 0;
+    if (warp == S::WARPS) { /* the producer */
+        uint64_t         policy = 0;
+        const Attention *known = NULL; /* whose tensor maps may be used */
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
 #endif
-        while (walk_next<M>(walk, p, w)) {
+        touch(w.attentions, w.items, w.lengths, lane);
 #if __CUDA_ARCH__ >= 900
-            if (w.tma && lane < SOURCES) tma_acquire(&p.a->map[lane]);
+        if (w.tma && lane < SOURCES) tma_acquire(&w.attentions->map[lane]); /* most batches are of one */
+        known = w.attentions;
+        __syncwarp();
+#endif
+        Walk  walk = walk_begin(w);
+        Piece p;
+        for (;; turn.next()) {
+            if (!walk_next<M>(walk, p, w)) p.a = NULL;
+            else if (!p.whole && p.tile >= p.end) complete(p, walk, w);
+            bar_wait(piece_empty + turn.stage, turn.phase ^ 1);
+            if (lane == 0) {
+                pieces[turn.stage] = p;
+                bar_arrive(piece_full + turn.stage);
+            }
+            if (!p.a) return;
+#if __CUDA_ARCH__ >= 900
+            if (w.tma && p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
+            known = p.a;
             __syncwarp();
 #endif
+            const int full_ring = least(2 * p.tile + w.stages, 2 * p.end) - 1;
             for (int i = 2 * p.tile; i < 2 * p.end; i++) {
                 int tile = i / 2, v = i & 1;
+                if (i == full_ring && !p.whole) { /* seen by all with the tile that follows */
+                    complete(p, walk, w);
+                    if (lane == 0) pieces[turn.stage].all = p.all;
+                    __syncwarp();
+                }
                 bar_wait(empty + stage, phase ^ 1);
                 char *to = ring + stage * S::STAGE;
                 if (tile < p.context) {
@@ -1254,17 +1370,20 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
                 if (++stage == w.stages) stage = 0, phase ^= 1;
             }
         }
-        return;
     }
 
     const int rw = warp % RW, tw = warp / RW, r = lane / 4;
-    auto release = [&] {
+    auto release = [&](int i) {
         __syncwarp();
-        if (lane == 0) bar_arrive(empty + stage);
-        if (++stage == w.stages) stage = 0, phase ^= 1;
+        if (lane == 0) bar_arrive(empty + i);
     };
-    while (walk_next<M>(walk, p, w)) {
-        float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 8][4] = {}, factor[2];
+    for (;; turn.next()) {
+        const Piece &p = pieces[turn.stage];
+        bar_wait(piece_full + turn.stage, turn.phase);
+        if (!p.a) return;
+        float         top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, o[D / 8][4] = {}, factor[2];
+        const float   softcap = p.a->softcap;
+        const int64_t visible[2] = {row_sees(p, 16 * rw + r), row_sees(p, 16 * rw + r + 8)};
         for (int tile = p.tile; tile < p.end; tile++) {
             const bool tail = tile >= p.context;
             if (tile == p.tile || tile == p.context) { /* a segment begins */
@@ -1273,58 +1392,61 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) attend_mma(const __grid_con
                     straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
                 }
                 if (tile == p.tile || EIGHT) {
-                    named_sync(1, CONSUMERS); /* q and weight are read no more */
-                    load_queries<T, D, M>(p, q, weight, scaled, TYPE == DKV_FP8);
-                    named_sync(1, CONSUMERS);
+                    named_sync(1, S::THREADS); /* q and weight are read no more */
+                    load_queries<T, D, M, S::WARPS>(p, q, weight, scaled, TYPE == DKV_FP8);
+                    named_sync(1, S::THREADS);
                     factor[0] = weight[16 * rw + r];
                     factor[1] = weight[16 * rw + r + 8];
                 }
             }
-            const char *k = ring + stage * S::STAGE;
-            float       alpha[2];
+            const char    *k = ring + stage * S::STAGE;
+            const int      next = stage + 1 == w.stages ? 0 : stage + 1; /* V's stage */
+            const uint32_t next_phase = phase ^ (next == 0);
+            float          alpha[2];
             if (EIGHT && !tail) {
                 constexpr int N = S::KEYS / S::TW / 8, STEP = N < 8 ? N : 8; /* keys in eights; of a step */
                 bar_wait(full + stage, phase);
                 const int     first = tw * (S::KEYS / S::TW);
                 const int64_t row = (int64_t)tile * S::KEYS;
-                const int     sees[2] = {row_sees<M>(p, 0, false, row), row_sees<M>(p, 0, false, row)};
-                const int     stage_v = stage + 1 == w.stages ? 0 : stage + 1;
-                const uint32_t phase_v = phase ^ (stage + 1 == w.stages);
+                const int     sees[2] = {in_tile(p.rows, row), in_tile(p.rows, row)};
                 for (int n = 0; n < N; n += STEP) {
                     float s[STEP][4] = {};
                     scores8<TYPE, D, M, STEP, S::PITCH, S::KEYS>(s, q, 16 * rw, k, first + 8 * n);
-                    softmax_tile<STEP>(s, top, sum, alpha, factor, p.a->softcap, sees, first + 8 * n);
+                    if (n + STEP == N) release(stage);
+                    softmax_tile<STEP>(s, top, sum, alpha, factor, softcap, sees, first + 8 * n);
                     scale_rows(o, alpha);
-                    if (n == 0) bar_wait(full + stage_v, phase_v);
-                    mix8<TYPE, D, STEP, S::PITCH, S::KEYS>(o, s, ring + stage_v * S::STAGE, first + 8 * n);
+                    if (n == 0) bar_wait(full + next, next_phase);
+                    mix8<TYPE, D, STEP, S::PITCH, S::KEYS>(o, s, ring + next * S::STAGE, first + 8 * n);
                 }
             } else {
                 constexpr int N = TILE / S::TW / 8, STEP = N < 8 ? N : 8;
                 bar_wait(full + stage, phase);
                 const int     first = tw * (TILE / S::TW);
                 const int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
-                const int     sees[2] = {row_sees<M>(p, 16 * rw + r, tail, row), row_sees<M>(p, 16 * rw + r + 8, tail, row)};
-                const int     real = (int)least((tail ? p.length : p.rows) - row, (int64_t)TILE);
-                const int     stage_v = stage + 1 == w.stages ? 0 : stage + 1;
-                const uint32_t phase_v = phase ^ (stage + 1 == w.stages);
+                const int     sees[2] = {in_tile(tail ? visible[0] : p.rows, row), in_tile(tail ? visible[1] : p.rows, row)};
+                const int     real = in_tile(tail ? p.length : p.rows, row);
                 for (int n = 0; n < N; n += STEP) {
                     float s[STEP][4] = {};
                     scores16<T, D, M, STEP, 128>(s, q, 16 * rw, k, first + 8 * n);
-                    softmax_tile<STEP>(s, top, sum, alpha, factor, p.a->softcap, sees, first + 8 * n);
+                    if (n + STEP == N) release(stage);
+                    softmax_tile<STEP>(s, top, sum, alpha, factor, softcap, sees, first + 8 * n);
                     scale_rows(o, alpha);
-                    if (n == 0) bar_wait(full + stage_v, phase_v);
-                    mix16<T, D, STEP, 128>(o, s, ring + stage_v * S::STAGE, first + 8 * n, real);
+                    if (n == 0) bar_wait(full + next, next_phase);
+                    mix16<T, D, STEP, 128>(o, s, ring + next * S::STAGE, first + 8 * n, real);
                 }
             }
-            release();
-            release();
+            release(next);
+            stage = next + 1 == w.stages ? 0 : next + 1;
+            phase = next_phase ^ (stage == 0);
         }
         if (EIGHT && p.tile < p.context && p.end <= p.context && p.tile < p.end) {
             straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
         }
-        named_sync(1, CONSUMERS); /* weight held the rows' factors */
+        named_sync(1, S::THREADS); /* weight held the rows' factors */
         finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, weight);
-        if (!p.whole && w.arrived) combine_last<M, D>(p, w, walk, flag);
+        if (!p.whole && w.arrived) combine_last<S, D>(p, w, flag);
+        __syncwarp();
+        if (lane == 0) bar_arrive(piece_empty + turn.stage);
     }
 }
 
@@ -1397,29 +1519,51 @@ DKV__WGMMA(__half, "f16")
 template <int D> struct WgmmaShape {
     static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS, STAGES = D == 64 ? 4 : 2;
     static constexpr int THREADS = 128 * (GROUPS + 1), STAGE = TILE * D * 2, Q = M * D * 2;
-    static constexpr int SHARED = 2 * STAGES * STAGE + 2 * Q + 256;
+    static constexpr int SHARED = 2 * STAGES * STAGE + 2 * Q + 256 + 2 * sizeof(Piece);
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 /* Q's rows of a piece into shared memory, by 96 threads. */
 template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p, char *to, int tid) {
     const Attention &a = *p.a;
-    for (int i = tid; i < M * (D / 8); i += 96) {
-        int         r = i / (D / 8), c = i % (D / 8);
-        Row         row = row_of<M>(p, r);
-        bool        real = row.real && c * 8 < a.d_k;
-        const char *from = at(a.q, real ? row.i : 0, real ? row.h : 0) + c * 8 * a.q.stride_dim;
+    const dkv_tensor t = a.q;
+    const int        c = tid % (D / 8), d = a.d_k; /* 96 is a multiple of the chunks of a row */
+    const bool       direct = a.q_vector && t.type == Name<T>::type;
+#pragma unroll 1 /* registers */
+    for (int r = tid / (D / 8); r < M; r += 96 / (D / 8)) {
+        Row         row = row_of(p, r);
+        bool        real = row.real && c * 8 < d;
+        const char *from = real ? at(t, row.i, row.h) + c * 8 * t.stride_dim : (const char *)t.data;
         uint32_t    dst = tile_offset<128, M>(r, c);
-        if (a.q_vector && a.q.type == Name<T>::type) {
-            copy16(shared_address(to) + dst, real ? from : (const char *)a.q.data, real);
+        if (direct) {
+            copy16(shared_address(to) + dst, from, real);
         } else {
             float x[8];
-            for (int u = 0; u < 8; u++) x[u] = real ? element(from + u * a.q.stride_dim, a.q.type) : 0.0f;
+            for (int u = 0; u < 8; u++) x[u] = real ? element(from + u * t.stride_dim, t.type) : 0.0f;
             *(uint4 *)(to + dst) = uint4{pair_of<T>(x[0], x[1]), pair_of<T>(x[2], x[3]), pair_of<T>(x[4], x[5]), pair_of<T>(x[6], x[7])};
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     fence_async();
+}
+
+/* K and V of a piece into their rings: K of a tile before V of the tile before, as they are used. By one warp. */
+template <int D, int STAGES>
+DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<STAGES> &k, Ring<STAGES> &v, uint64_t *k_full,
+                           uint64_t *k_empty, uint64_t *v_full, uint64_t *v_empty) {
+    constexpr int  STAGE = TILE * D * 2;
+    const uint64_t policy = policy_evict_normal();
+    const int      end = p.end, context = p.context;
+    for (int tile = p.tile; tile < end; tile++) {
+        bool    tail = tile >= context;
+        int64_t row = (int64_t)(tail ? tile - context : tile) * TILE;
+        bar_wait(k_empty + k.stage, k.phase ^ 1);
+        load_tile<2, D, TILE>(p, tail ? TAIL_K : CONTEXT_K, row, ks + k.stage * STAGE, k_full + k.stage, true, policy);
+        k.next();
+        bar_wait(v_empty + v.stage, v.phase ^ 1);
+        load_tile<2, D, TILE>(p, tail ? TAIL_V : CONTEXT_V, row, vs + v.stage * STAGE, v_full + v.stage, true, policy);
+        v.next();
+    }
 }
 
 /* What follows the tail's end in its last tile may be anything: zeros in V, since 0 * NaN is NaN. All consumers. */
@@ -1440,60 +1584,69 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
     extern __shared__ __align__(1024) char shared[];
     char     *ks = shared, *vs = ks + STAGES * S::STAGE, *qs = vs + STAGES * S::STAGE;
     uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + STAGES, *v_full = k_empty + STAGES,
-             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2;
+             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2, *piece_full = q_empty + 2;
+    Piece    *pieces = (Piece *)(k_full + 32); /* a piece comes with its queries; none: the end */
     const int group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             bar_init(k_full + i, 1), bar_init(v_full + i, 1);
             bar_init(k_empty + i, GROUPS), bar_init(v_empty + i, GROUPS);
         }
-        for (int i = 0; i < 2; i++) bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS);
+        for (int i = 0; i < 2; i++) bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS), bar_init(piece_full + i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    let_next_start();
 
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(D == 64 ? 32 : 40));
-        Walk  walk = walk_begin<M>(w);
-        Piece p;
-        if (threadIdx.x < 32) {
-            const uint64_t policy = policy_evict_normal();
-            Ring<STAGES>   k, v;
-            while (walk_next<M>(walk, p, w)) {
-                if (lane < SOURCES) tma_acquire(&p.a->map[lane]);
-                __syncwarp();
-                for (int tile = p.tile; tile < p.end; tile++) { /* K of a tile before V of the tile before, as they are used */
-                    bool    tail = tile >= p.context;
-                    int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
-                    bar_wait(k_empty + k.stage, k.phase ^ 1);
-                    load_tile<2, D, TILE>(p, tail ? TAIL_K : CONTEXT_K, row, ks + k.stage * S::STAGE, k_full + k.stage, true, policy);
-                    k.next();
-                    bar_wait(v_empty + v.stage, v.phase ^ 1);
-                    load_tile<2, D, TILE>(p, tail ? TAIL_V : CONTEXT_V, row, vs + v.stage * S::STAGE, v_full + v.stage, true, policy);
-                    v.next();
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 32 : 72));
+        const int    warp = threadIdx.x / 32;
+        Ring<STAGES> k, v;
+        Ring<2>      q;
+        Walk         walk;
+        const Attention *known = NULL; /* whose tensor maps may be used */
+        if (warp == 1) {
+            touch(w.attentions, w.items, w.lengths, lane);
+            walk = walk_begin(w);
+        }
+        for (;; q.next()) {
+            if (warp == 1) { /* says what is next */
+                Piece next;
+                if (!walk_next<M>(walk, next, w)) next.a = NULL;
+                bar_wait(q_empty + q.stage, q.phase ^ 1);
+                if (lane == 0) {
+                    pieces[q.stage] = next;
+                    bar_arrive(piece_full + q.stage);
                 }
             }
-        } else {
-            Ring<2> q;
-            while (walk_next<M>(walk, p, w)) {
-                bar_wait(q_empty + q.stage, q.phase ^ 1);
-                gather_queries<T, D, M>(p, qs + q.stage * S::Q, threadIdx.x - 32);
+            bar_wait(piece_full + q.stage, q.phase);
+            const Piece &p = pieces[q.stage];
+            if (warp == 0) {
+                if (!p.a) break;
+                if (p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
+                known = p.a;
+                __syncwarp();
+                load_keys<D, STAGES>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
+            } else {
+                if (p.a) gather_queries<T, D, M>(p, qs + q.stage * S::Q, threadIdx.x - 32);
                 bar_arrive(q_full + q.stage);
-                q.next();
+                if (!p.a) break;
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(D == 64 ? 160 : 232));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 160 : 216));
         const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
-        Walk         walk = walk_begin<M>(w);
-        Piece        p;
         Ring<STAGES> k, v;
         Ring<2>      q;
         if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
-        while (walk_next<M>(walk, p, w)) {
+        for (;;) {
+            const Piece &p = pieces[q.stage];
+            bar_wait(q_full + q.stage, q.phase);
+            if (!p.a) break;
             float     s[16][4], o[D / 8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, alpha[2];
             uint32_t  weight[8][4];
             const float    factor[2] = {p.a->scale, p.a->scale}, softcap = p.a->softcap;
+            const int      visible[2] = {(int)row_sees(p, r), (int)row_sees(p, r + 8)};
             const uint32_t q_at = shared_address(qs + q.stage * S::Q) + own * 64 * 128;
 
             auto scores = [&] {
@@ -1513,11 +1666,10 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             auto soften = [&](int tile) {
                 const bool    tail = tile >= p.context;
                 const int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
-                const int     sees[2] = {row_sees<M>(p, r, tail, row), row_sees<M>(p, r + 8, tail, row)};
+                const int     sees[2] = {in_tile(tail ? visible[0] : p.rows, row), in_tile(tail ? visible[1] : p.rows, row)};
                 softmax_tile<16>(s, top, sum, alpha, factor, softcap, sees, 0);
             };
 
-            bar_wait(q_full + q.stage, q.phase);
             if (p.tile < p.end) {
                 bar_wait(k_full + k.stage, k.phase);
                 wgmma_fence();
@@ -1570,7 +1722,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             const int t = lane & 3;
             float     last[2];
             for (int i = 0; i < 2; i++) {
-                Row row = row_of<M>(p, r + 8 * i);
+                Row row = row_of(p, r + 8 * i);
                 sum[i] = quad_sum(sum[i]);
                 if (p.whole && row.real && t == 0) last[i] = finish_row(*p.a, row, top[i], sum[i]);
                 last[i] = __shfl_sync(~0u, last[i], lane & ~3);
@@ -1594,19 +1746,28 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                     *(uint32_t *)(mine + tile_offset<128, M>(r + 8, n) + 4 * t) = pair_of<T>(o[n][2] * last[1], o[n][3] * last[1]);
                 }
                 __syncwarp();
-                for (int i = lane; i < 16 * (D / 8); i += 32) {
-                    int row = own * 64 + warp * 16 + i / (D / 8), c = i % (D / 8);
-                    Row to = row_of<M>(p, row);
-                    if (to.real && c * 8 < p.a->d_v) {
-                        *(uint4 *)(at(p.a->out, to.i, to.h) + c * 16) = *(const uint4 *)(mine + tile_offset<128, M>(row, c));
+                const dkv_tensor out = p.a->out;
+                const int        c = lane % (D / 8), d = p.a->d_v;
+#pragma unroll
+                for (int i = 0; i < D / 16; i++) {
+                    int row = own * 64 + warp * 16 + i * (256 / D) + lane / (D / 8);
+                    Row to = row_of(p, row);
+                    if (to.real && c * 8 < d) {
+                        *(uint4 *)(at(out, to.i, to.h) + c * 16) = *(const uint4 *)(mine + tile_offset<128, M>(row, c));
                     }
                 }
             } else {
+                const dkv_tensor out = p.a->out;
+                const bool       vector = p.a->out_vector;
+                const int        d = p.a->d_v;
+                const Row        row[2] = {row_of(p, r), row_of(p, r + 8)};
 #pragma unroll
                 for (int n = 0; n < D / 8; n++) {
-                    float x[2] = {o[n][0] * last[0], o[n][1] * last[0]}, y[2] = {o[n][2] * last[1], o[n][3] * last[1]};
-                    store_out<2>(*p.a, row_of<M>(p, r), 8 * n + 2 * t, x);
-                    store_out<2>(*p.a, row_of<M>(p, r + 8), 8 * n + 2 * t, y);
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        float x[2] = {o[n][2 * i] * last[i], o[n][2 * i + 1] * last[i]};
+                        store_out<2>(out, vector, d, row[i], 8 * n + 2 * t, x);
+                    }
                 }
             }
             named_sync(4 + own, 128);
@@ -1619,17 +1780,17 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 
 /* Slots into outputs when the pieces are large: a row a warp; grid: (rows of a block / 8, items, blocks). */
 template <int M, int D> __global__ void __launch_bounds__(256) combine(const __grid_constant__ Work w, int ctas) {
-    const int item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
+#if __CUDA_ARCH__ >= 900
+    let_next_start();
+#endif
+    const int    item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
     const Item  &x = w.items[item];
-    int64_t      units, unit = units_before<M>(w, item, &units);
-    const Pieces q = pieces_of(w, unit, item_units<M>(x), units, blockIdx.z, ctas);
-    if (q.first == q.last) return;
-    Piece p;
-    p.a = w.attentions + x.a;
-    p.g = x.g;
-    p.m = blockIdx.z;
-    Row row = row_of<M>(p, r);
-    if (row.real) combine_row<M, D>(*p.a, row, r, q, w.slots);
+    int          units, unit = units_before(w, item, &units);
+    const Pieces q = pieces_of(unit, item_units(w, x), units, ctas / w.blocks, w.blocks, blockIdx.z);
+    if (q.count == 1) return;
+    const int R = (int)blockIdx.z * M + r, i = R / x.G;
+    const Row row = {i, x.g * x.G + R - i * x.G, i < x.N_q};
+    if (row.real) combine_row<M, D>(w.attentions[x.a], row, r, q, w.slots);
 }
 
 } /* namespace */
@@ -1642,7 +1803,7 @@ namespace {
 
 /* ---- preparing a batch: checks, tensor maps, the block ---- */
 
-enum { MMA16, MMA32, MMA128, WGMMA, KERNELS };
+enum { MMA16, MMA32, MMA_MANY, WGMMA, KERNELS };
 
 struct Batch { /* what all attentions of a batch have in common */
     dkv_type type, tail;     /* of context and tail */
@@ -1697,9 +1858,9 @@ dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device 
         dkv_result r = check_attention(b, a[i]);
         if (r) return r;
     }
-    b->kernel = b->rows <= 16 ? MMA16 : b->rows <= 32 ? MMA32 : MMA128;
-    if (b->kernel == MMA128 && dev.arch == 90 && b->tma && b->d <= 128 && type_bytes(b->type) == 2) b->kernel = WGMMA;
-    b->M = b->kernel == MMA16 ? 16 : b->kernel == MMA32 ? 32 : b->kernel == WGMMA && b->d == 64 ? 192 : 128;
+    b->kernel = b->rows <= 16 ? MMA16 : b->rows <= 32 ? MMA32 : MMA_MANY;
+    if (b->kernel == MMA_MANY && dev.arch == 90 && b->tma && b->d <= 128 && type_bytes(b->type) == 2) b->kernel = WGMMA;
+    b->M = b->kernel == MMA16 ? 16 : b->kernel == MMA32 ? 32 : b->d == 256 ? 64 : b->kernel == WGMMA && b->d == 64 ? 192 : 128;
     for (int64_t i = 0; i < n; i++) {
         int64_t blocks = ceil_div(a[i].H / a[i].Hkv * a[i].N_q, b->M);
         b->items += blocks * a[i].Hkv;
@@ -1803,9 +1964,10 @@ __global__ void make_items(const Attention *attentions, const Head *heads, Item 
         y.a = a;
         y.g = j % x.Hkv;
         y.m = whole ? x.blocks - 1 - j / x.Hkv : 0;
-        y.context = (int)ceil_div(heads[x.first_head + y.g].rows, keys);
-        y.length = x.length;
         y.tail = x.tail;
+        y.rows = heads[x.first_head + y.g].rows;
+        y.base = heads[x.first_head + y.g].base;
+        y.context = (int)ceil_div(y.rows, keys);
         y.N_q = x.N_q;
         y.G = x.G;
         items[i] = y;
@@ -1900,7 +2062,7 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     work->ws = ws;
     work->n = n;
     work->items = s.n_items;
-    work->heads_at = s.heads;
+    work->lengths = lengths;
     work->items_at = s.items;
     work->arrived_at = s.arrived;
     work->rows = row;
@@ -1913,45 +2075,55 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     work->d = b.d;
     work->tma = b.tma;
     work->shared = dev.shared;
+    work->overlap = dev.arch >= 90;
     return DKV_OK;
 }
 
 namespace {
 
-template <class K> dkv_result launch(K *kernel, const Work &w, int ctas, int threads, int shared, cudaStream_t stream) {
-    dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-    if (r) return r;
-    kernel<<<ctas, threads, shared, stream>>>(w);
-    return launched();
+/* On sm_90 the next kernel's launch overlaps the end of the one before it. */
+template <class... A>
+dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, const dkv_cuda_work &k, cudaStream_t stream,
+                  const A &...a) {
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid;
+    c.blockDim = dim3((unsigned)threads);
+    c.dynamicSmemBytes = (size_t)shared;
+    c.stream = stream;
+    c.attrs = &overlap;
+    c.numAttrs = k.overlap ? 1 : 0;
+    if (shared > 48 << 10) {
+        dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        if (r) return r;
+    }
+    return did(cudaLaunchKernelEx(&c, kernel, a...));
 }
 
 template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
     typedef MmaShape<TYPE, D, RW> S;
     w.stages = least(S::MOST_STAGES, (k.shared - S::FIXED) / S::STAGE);
     if (w.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
-    if (RW == 8) w.arrived = NULL;
-    dkv_result r = launch(attend_mma<TYPE, D, RW>, w, k.ctas, CONSUMERS + 32, w.stages * S::STAGE + S::FIXED, stream);
-    if (!r && RW == 8 && w.split) {
-        combine<S::M, D><<<dim3(S::M / 8, w.n_items, w.blocks), 256, 0, stream>>>(w, k.ctas);
-        r = launched();
-    }
+    if (RW > 2) w.arrived = NULL; /* pieces too large for one CTA to merge in passing */
+    dkv_result r = launch(attend_mma<TYPE, D, RW>, dim3(k.ctas), S::THREADS + 32, w.stages * S::STAGE + S::FIXED, k,
+                          stream, w);
+    if (!r && RW > 2 && w.split) r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k, stream, w, k.ctas);
     return r;
 }
 
 template <class T, int D> dkv_result launch_wgmma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
     typedef WgmmaShape<D> S;
-    dkv_result            r = launch(attend_wgmma<T, D>, w, k.ctas, S::THREADS, S::SHARED, stream);
-    if (!r && w.split) {
-        combine<S::M, D><<<dim3(S::M / 8, w.n_items, w.blocks), 256, 0, stream>>>(w, k.ctas);
-        r = launched();
-    }
+    dkv_result            r = launch(attend_wgmma<T, D>, dim3(k.ctas), S::THREADS, S::SHARED, k, stream, w);
+    if (!r && w.split) r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k, stream, w, k.ctas);
     return r;
 }
 
 template <int TYPE, int D> dkv_result launch_type(const Work &w, const dkv_cuda_work &k, cudaStream_t stream) {
     if (k.kernel == MMA16) return launch_mma<TYPE, D, 1>(w, k, stream);
     if (k.kernel == MMA32) return launch_mma<TYPE, D, 2>(w, k, stream);
-    return launch_mma<TYPE, D, 8>(w, k, stream);
+    return launch_mma<TYPE, D, D == 256 ? 4 : 8>(w, k, stream);
 }
 
 template <int D> dkv_result launch_d(const Work &w, const dkv_cuda_work &k, cudaStream_t stream) {
@@ -1971,8 +2143,7 @@ template <int D> dkv_result launch_d(const Work &w, const dkv_cuda_work &k, cuda
 
 extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
     char *base = (char *)k->block;
-    Work  w = {(const Attention *)base, (const Head *)(base + k->heads_at), (const Item *)(base + k->items_at),
-               (int *)(base + k->arrived_at), (float *)k->ws, (int)k->items, k->blocks, k->split, k->tma, 0};
+    Work  w = {(const Attention *)base, (const Item *)(base + k->items_at), k->lengths, (int *)(base + k->arrived_at), (float *)k->ws, (int)k->items, k->blocks, k->split, k->tma, 0};
     if (!k->items || !k->longest) return DKV_OK;
     if (k->d == 64) return launch_d<64>(w, *k, (cudaStream_t)stream);
     if (k->d == 128) return launch_d<128>(w, *k, (cudaStream_t)stream);
@@ -2021,4 +2192,364 @@ extern "C" dkv_result dkv_cuda_append(const dkv_cuda_work *w, dkv_tensor k, dkv_
     unsigned x = (unsigned)most(least(w->longest * 8, (int64_t)512), (int64_t)1);
     append<<<dim3(x, (unsigned)w->n), 128, 0, (cudaStream_t)stream>>>((const Attention *)w->block, k, v, is_vector(k), is_vector(v));
     return launched();
+}
+
+/* ==========================================================================
+   [CACHE]  packed layers and a growing tail on the device
+   in:  dense layers, one at a time; new tokens by dkv_cuda_append
+   out: attentions for dkv_cuda_prepare
+   invariant: the packed context is written once per layer and then only read, so forks share it by reference
+   ========================================================================== */
+
+namespace {
+
+struct Context { /* shared by forks */
+    int        refs;
+    dkv_plan   plan, on_device;
+    void      *plan_memory;      /* host; on the device: on_device.first */
+    dkv_shape  shape;
+    dkv_type   type;
+    int64_t    bytes;            /* device memory */
+    dkv_packed layers[1];        /* [L]; data NULL: not packed yet */
+};
+
+bool all_packed(const Context *x) {
+    for (int l = 0; l < x->shape.L; l++) {
+        if (!x->layers[l].data && x->plan.T_c) return false;
+    }
+    return true;
+}
+
+void context_release(Context *x) {
+    if (!x || __atomic_sub_fetch(&x->refs, 1, __ATOMIC_ACQ_REL)) return;
+    for (int l = 0; l < x->shape.L; l++) cudaFree(x->layers[l].data);
+    cudaFree((void *)x->on_device.first);
+    free(x->plan_memory);
+    free(x);
+}
+
+dkv_result context_create(Context **out, const dkv_plan *plan, const dkv_shape *s, dkv_type type) {
+    int64_t  heads = (int64_t)plan->L * plan->Hkv;
+    size_t   bytes;
+    dkv_cuda_plan(NULL, NULL, &bytes, plan, NULL);
+    Context *x = (Context *)calloc(1, sizeof *x + sizeof(dkv_packed) * (size_t)plan->L);
+    void    *memory = malloc(bytes), *device = NULL;
+    if (x) x->refs = 1;
+    if (!x || !memory) {
+        free(memory), free(x);
+        return DKV_ERR_MEMORY;
+    }
+    memcpy(memory, plan->first, bytes);
+    x->plan_memory = memory;
+    x->plan = *plan;
+    x->plan.first = (const int64_t *)memory;
+    x->plan.rows = x->plan.first + heads + 1;
+    x->plan.runs = (const dkv_run *)(x->plan.rows + heads);
+    x->shape = *s;
+    x->type = type;
+    x->bytes = (int64_t)bytes;
+    dkv_result r = cudaMalloc(&device, bytes) ? (cudaGetLastError(), DKV_ERR_MEMORY) : DKV_OK;
+    if (!r) r = dkv_cuda_plan(&x->on_device, device, &bytes, &x->plan, NULL);
+    if (!r) r = did(cudaStreamSynchronize(NULL));
+    if (r) {
+        if (!x->on_device.first) cudaFree(device);
+        context_release(x);
+        return r;
+    }
+    *out = x;
+    return DKV_OK;
+}
+
+} /* namespace */
+
+struct dkv_cuda_cache {
+    Context *context;
+    int64_t  capacity;
+    char    *tail;     /* [L] x K [Hkv][capacity][d_k], V [Hkv][capacity][d_v]; then the length */
+    int64_t  layer;    /* bytes of one */
+};
+
+namespace {
+
+int64_t tail_k_bytes(const dkv_cuda_cache *c) { return (int64_t)c->context->shape.Hkv * c->capacity * c->context->shape.d_k * 2; }
+
+dkv_result tail_create(dkv_cuda_cache **out, Context *x, int64_t capacity) { /* takes over one reference of x */
+    dkv_cuda_cache *c = (dkv_cuda_cache *)calloc(1, sizeof *c);
+    if (!c) {
+        context_release(x);
+        return DKV_ERR_MEMORY;
+    }
+    c->context = x;
+    c->capacity = round_up(capacity, TILE);
+    c->layer = (int64_t)x->shape.Hkv * c->capacity * (x->shape.d_k + x->shape.d_v) * 2;
+    if (cudaMalloc((void **)&c->tail, (size_t)(c->layer * x->shape.L + 128)) ||
+        cudaMemset(c->tail + c->layer * x->shape.L, 0, 8)) {
+        cudaGetLastError();
+        dkv_cuda_cache_destroy(c);
+        return DKV_ERR_MEMORY;
+    }
+    *out = c;
+    return DKV_OK;
+}
+
+__global__ void set_length(int64_t *length, int64_t n) { *length = n; }
+
+dkv_result read_length(int64_t *n, const dkv_cuda_cache *c, cudaStream_t stream) {
+    dkv_result r = did(cudaMemcpyAsync(n, dkv_cuda_cache_length(c), 8, cudaMemcpyDeviceToHost, stream));
+    return r ? r : did(cudaStreamSynchronize(stream));
+}
+
+dkv_tensor tail_side(const dkv_cuda_cache *c, int l, bool v) {
+    const Context *x = c->context;
+    int64_t        d = v ? x->shape.d_v : x->shape.d_k;
+    return dkv_tensor{c->tail + l * c->layer + (v ? tail_k_bytes(c) : 0), type_bytes(x->type) == 1 ? DKV_F16 : x->type, d * 2,
+                      c->capacity * d * 2, 2};
+}
+
+} /* namespace */
+
+extern "C" void dkv_cuda_cache_destroy(dkv_cuda_cache *c) {
+    if (!c) return;
+    cudaFree(c->tail);
+    context_release(c->context);
+    free(c);
+}
+
+extern "C" dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan *plan, const dkv_shape *s, dkv_type type,
+                                            int64_t capacity) {
+    Device     dev;
+    dkv_result r = device_read(&dev);
+    if (r) return r;
+    if (!packable(type)) return DKV_ERR_TYPE;
+    if (s->L != plan->L || s->Hkv != plan->Hkv || s->Hkv < 1 || s->H < 1 || s->H % s->Hkv) return DKV_ERR_SHAPE;
+    if (s->d_k < 8 || s->d_k > 256 || s->d_k % 8 || s->d_v < 8 || s->d_v > 256 || s->d_v % 8) return DKV_ERR_SHAPE;
+    if (capacity < 0 || capacity > FAR >> 12) return DKV_ERR_FIELD;
+    Context *x;
+    r = context_create(&x, plan, s, type);
+    return r ? r : tail_create(out, x, capacity);
+}
+
+extern "C" dkv_result dkv_cuda_cache_pack(dkv_cuda_cache *c, int l, const dkv_segment *source, void *stream) {
+    Context *x = c->context;
+    if (x->layers[l].data || !x->plan.T_c) return DKV_ERR_STATE;
+    size_t     bytes;
+    void      *memory = NULL;
+    dkv_packed p;
+    dkv_result r = dkv_cuda_pack(NULL, NULL, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v, source, stream);
+    if (r) return r;
+    if (cudaMalloc(&memory, bytes ? bytes : 128)) {
+        cudaGetLastError();
+        return DKV_ERR_MEMORY;
+    }
+    r = dkv_cuda_pack(&p, memory, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v, source, stream);
+    if (r) {
+        cudaFree(memory);
+        return r;
+    }
+    x->layers[l] = p;
+    __atomic_add_fetch(&x->bytes, (int64_t)bytes, __ATOMIC_RELAXED);
+    return DKV_OK;
+}
+
+extern "C" dkv_result dkv_cuda_cache_fork(dkv_cuda_cache **out, const dkv_cuda_cache *c, int64_t capacity, void *stream) {
+    const Context  *x = c->context;
+    dkv_cuda_cache *fork;
+    int64_t         n;
+    if (!all_packed(x)) return DKV_ERR_STATE;
+    if (capacity < 0 || capacity > FAR >> 12) return DKV_ERR_FIELD;
+    dkv_result r = read_length(&n, c, (cudaStream_t)stream);
+    if (r) return r;
+    if (n > round_up(capacity, TILE)) return DKV_ERR_CAPACITY;
+    __atomic_add_fetch(&c->context->refs, 1, __ATOMIC_RELAXED);
+    r = tail_create(&fork, c->context, capacity);
+    for (int l = 0; l < x->shape.L && !r && n; l++) {
+        for (int v = 0; v < 2 && !r; v++) {
+            dkv_tensor to = tail_side(fork, l, v), from = tail_side(c, l, v);
+            r = did(cudaMemcpy2DAsync(to.data, (size_t)to.stride_head, from.data, (size_t)from.stride_head,
+                                      (size_t)(n * from.stride_token), (size_t)x->shape.Hkv, cudaMemcpyDeviceToDevice,
+                                      (cudaStream_t)stream));
+            if (r) dkv_cuda_cache_destroy(fork);
+        }
+    }
+    if (!r) r = dkv_cuda_cache_truncate(fork, n, stream);
+    if (!r) *out = fork;
+    return r;
+}
+
+extern "C" int64_t *dkv_cuda_cache_length(const dkv_cuda_cache *c) {
+    return (int64_t *)(c->tail + c->layer * c->context->shape.L);
+}
+
+extern "C" dkv_result dkv_cuda_cache_truncate(dkv_cuda_cache *c, int64_t n, void *stream) {
+    if (n < 0 || n > c->capacity) return DKV_ERR_CAPACITY;
+    set_length<<<1, 1, 0, (cudaStream_t)stream>>>(dkv_cuda_cache_length(c), n);
+    return launched();
+}
+
+extern "C" dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dkv_tensor q, int64_t N_q, dkv_tensor out) {
+    const Context *x = c->context;
+    dkv_attention  a;
+    memset(&a, 0, sizeof a);
+    a.H = x->shape.H;
+    a.Hkv = x->shape.Hkv;
+    a.d_k = x->shape.d_k;
+    a.d_v = x->shape.d_v;
+    a.N_q = N_q;
+    a.q = q;
+    a.out = out;
+    if (x->plan.T_c) a.context.packed = &x->layers[l];
+    a.tail.k = tail_side(c, l, false);
+    a.tail.v = tail_side(c, l, true);
+    a.tail.n = c->capacity;
+    return a;
+}
+
+extern "C" const dkv_plan *dkv_cuda_cache_plan(const dkv_cuda_cache *c) { return &c->context->plan; }
+
+extern "C" int64_t dkv_cuda_cache_bytes(const dkv_cuda_cache *c) {
+    return c->context->bytes + c->layer * c->context->shape.L + 128;
+}
+
+/* ---- to and from the CPU's saved image (its bytes: see [CACHE] in distance_kv.h) ---- */
+
+namespace {
+
+constexpr size_t IMAGE_HEADER = 128;
+
+struct Rows { char *device; int64_t pitch, row, n; }; /* n rows of row bytes, pitch bytes apart */
+
+/* The parts of a head in the order of the image: scales, K, V, tail's K and V. */
+int head_parts(Rows (&part)[6], const dkv_cuda_cache *c, int l, int g, int64_t tail) {
+    const Context &x = *c->context;
+    const int64_t *rows = x.plan.rows + (int64_t)l * x.shape.Hkv;
+    const Layout   y = layout_of(x.type, x.shape.Hkv, x.shape.d_k, x.shape.d_v, rows);
+    char          *data = (char *)x.layers[l].data;
+    const int64_t  e = type_bytes(x.type);
+    int64_t        before = 0;
+    int            n = 0;
+    for (int i = 0; i < g; i++) before += round_up(rows[i], TILE);
+    if (e == 1 && x.plan.T_c) {
+        part[n++] = Rows{data + y.k_scale + g * padded_d(x.type, x.shape.d_k) * 4, 0, x.shape.d_k * 4, 1};
+        part[n++] = Rows{data + y.v_scale + g * padded_d(x.type, x.shape.d_v) * 4, 0, x.shape.d_v * 4, 1};
+    }
+    part[n++] = Rows{data + before * y.k_row, y.k_row, x.shape.d_k * e, rows[g]};
+    part[n++] = Rows{data + y.v + before * y.v_row, y.v_row, x.shape.d_v * e, rows[g]};
+    for (int v = 0; v < 2; v++) {
+        dkv_tensor t = tail_side(c, l, v);
+        part[n++] = Rows{(char *)t.data + g * t.stride_head, t.stride_token, t.stride_token, tail};
+    }
+    return n;
+}
+
+size_t image_rows_bytes(const dkv_cuda_cache *c, int64_t tail) {
+    const Context &x = *c->context;
+    size_t         bytes = 0;
+    Rows           part[6];
+    for (int f = 0; f < x.shape.L * x.shape.Hkv; f++) {
+        int n = head_parts(part, c, f / x.shape.Hkv, f % x.shape.Hkv, tail);
+        for (int i = 0; i < n; i++) bytes += (size_t)(part[i].row * part[i].n);
+        if (type_bytes(x.type) == 1 && !x.plan.T_c) bytes += (size_t)(x.shape.d_k + x.shape.d_v) * 4;
+    }
+    return bytes;
+}
+
+/* Copies the rows of all heads between an image and the device, one way or the other. */
+dkv_result move_rows(uint8_t *image, const dkv_cuda_cache *c, int64_t tail, bool to_device, cudaStream_t stream) {
+    const Context &x = *c->context;
+    Rows           part[6];
+    dkv_result     r = DKV_OK;
+    for (int f = 0; f < x.shape.L * x.shape.Hkv && !r; f++) {
+        if (type_bytes(x.type) == 1 && !x.plan.T_c) { /* nothing was measured: scales of 1 */
+            for (int i = 0; i < x.shape.d_k + x.shape.d_v; i++, image += 4) {
+                const float one = 1.0f;
+                if (!to_device) memcpy(image, &one, 4);
+            }
+        }
+        int n = head_parts(part, c, f / x.shape.Hkv, f % x.shape.Hkv, tail);
+        for (int i = 0; i < n && !r; i++) {
+            Rows  &p = part[i];
+            size_t row = (size_t)p.row, pitch = (size_t)most(p.pitch, p.row);
+            if (p.n && to_device) {
+                r = did(cudaMemcpy2DAsync(p.device, pitch, image, row, row, (size_t)p.n, cudaMemcpyHostToDevice, stream));
+            } else if (p.n) {
+                r = did(cudaMemcpy2DAsync(image, row, p.device, pitch, row, (size_t)p.n, cudaMemcpyDeviceToHost, stream));
+            }
+            image += row * (size_t)p.n;
+        }
+    }
+    return r ? r : did(cudaStreamSynchronize(stream));
+}
+
+template <class I> uint8_t *put(uint8_t *to, I x) { /* hosts of CUDA are little-endian */
+    memcpy(to, &x, sizeof x);
+    return to + sizeof x;
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_cache_download(dkv_cache **out, const dkv_cuda_cache *c, int64_t capacity,
+                                              const dkv_allocator *alloc, void *stream) {
+    const Context &x = *c->context;
+    const int64_t  heads = (int64_t)x.shape.L * x.shape.Hkv, runs = x.plan.first[heads];
+    int64_t        tail;
+    if (!all_packed(&x)) return DKV_ERR_STATE;
+    dkv_result r = read_length(&tail, c, (cudaStream_t)stream);
+    if (r) return r;
+    size_t   bytes = IMAGE_HEADER + (size_t)(heads * 8 + runs * 16 + x.shape.L * 8) + image_rows_bytes(c, tail) + 4;
+    uint8_t *image = (uint8_t *)calloc(1, bytes), *at = image;
+    if (!image) return DKV_ERR_MEMORY;
+    memcpy(at, "DKVC\r\n\x1a\n", 8);
+    at = put(at + 8, (uint32_t)DKV_CACHE_VERSION);
+    at = put(at, (uint32_t)IMAGE_HEADER);
+    at = put(at, (uint64_t)bytes);
+    for (int32_t v : {x.shape.L, x.shape.H, x.shape.Hkv, x.shape.d_k, x.shape.d_v, (int32_t)x.type}) at = put(at, v);
+    at = put(at, x.plan.T_c);
+    at = put(at, runs);
+    put(at, x.plan.pattern_crc);
+    at = image + IMAGE_HEADER;
+    for (int64_t f = 0; f < heads; f++) at = put(at, x.plan.first[f + 1] - x.plan.first[f]);
+    for (int64_t i = 0; i < runs; i++) at = put(put(at, x.plan.runs[i].pos), x.plan.runs[i].len);
+    for (int l = 0; l < x.shape.L; l++) at = put(at, tail);
+    r = move_rows(at, c, tail, false, (cudaStream_t)stream);
+    put(image + bytes - 4, dkv_crc32(0, image, bytes - 4));
+    if (!r) r = dkv_cache_restore(out, image, bytes, capacity, alloc);
+    free(image);
+    return r;
+}
+
+extern "C" dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cache *from, int64_t capacity, void *stream) {
+    const dkv_plan  *plan = dkv_cache_plan(from);
+    const dkv_shape *s = dkv_cache_shape(from);
+    const int64_t    heads = (int64_t)s->L * s->Hkv, tail = dkv_cache_tail(from, 0);
+    dkv_cuda_cache  *c = NULL;
+    size_t           bytes;
+    for (int l = 0; l < s->L; l++) {
+        if (dkv_cache_tail(from, l) != tail) return DKV_ERR_STATE;
+    }
+    if (tail > round_up(capacity, TILE)) return DKV_ERR_CAPACITY;
+    dkv_result r = dkv_cache_save(NULL, &bytes, from);
+    if (!r) r = dkv_cuda_cache_create(&c, plan, s, dkv_cache_type(from), capacity);
+    if (r) return r;
+    uint8_t *image = (uint8_t *)malloc(bytes);
+    r = image ? dkv_cache_save(image, &bytes, from) : DKV_ERR_MEMORY;
+    for (int l = 0; l < s->L && !r && plan->T_c; l++) {
+        Context &x = *c->context;
+        Layout   y = layout_of(x.type, s->Hkv, s->d_k, s->d_v, x.plan.rows + (int64_t)l * s->Hkv);
+        void    *memory = NULL;
+        if (cudaMalloc(&memory, (size_t)most(y.bytes, (int64_t)128)) || cudaMemset(memory, 0, (size_t)y.bytes)) {
+            cudaFree(memory);
+            cudaGetLastError();
+            r = DKV_ERR_MEMORY;
+            break;
+        }
+        x.layers[l] = dkv_packed{memory, x.type, s->Hkv, s->d_k, s->d_v, x.plan.rows + (int64_t)l * s->Hkv, 0};
+        x.bytes += y.bytes;
+    }
+    if (!r) r = did(cudaDeviceSynchronize()); /* the zeros, before another stream writes rows */
+    if (!r) r = move_rows(image + IMAGE_HEADER + heads * 8 + plan->first[heads] * 16 + s->L * 8, c, tail, true, (cudaStream_t)stream);
+    if (!r) r = dkv_cuda_cache_truncate(c, tail, stream);
+    free(image);
+    if (r) dkv_cuda_cache_destroy(c);
+    else *out = c;
+    return r;
 }

@@ -25,6 +25,9 @@ CASES = {
     "mha":    dict(arch="llama", type="F16", H=4, Hkv=4, d=48, E=192, F=272, tied=False, eps=1e-2),
     # H d < E
     "nemo":   dict(arch="llama", type="F16", H=4, Hkv=2, d=32, E=192, F=272, tied=False),
+    # the head dimensions of most models, G 3 and 8, a context of several chunks; rows unfit for vector loads, long rows
+    "d64":    dict(arch="llama", type="F16", H=6, Hkv=2, d=64, E=126, F=190, context=8192),
+    "d128":   dict(arch="qwen2", type="BF16", H=8, Hkv=1, d=128, E=128, F=1104, bias=True, context=8192),
     **{t.lower(): dict(arch="llama", type=t, H=4, Hkv=2, d=32, E=128, F=192)
        for t in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
     **{t.lower(): dict(arch="llama", type=t, H=8, Hkv=2, d=32, E=256, F=512) for t in ("Q4_K", "Q6_K")},
@@ -120,7 +123,7 @@ def metadata(name, c):
     a = c["arch"] + "."
     kv = {
         "general.architecture": c["arch"], "general.name": f"random {name}", "general.alignment": 32,
-        a + "block_count": LAYERS, a + "context_length": CONTEXT, a + "embedding_length": c["E"],
+        a + "block_count": LAYERS, a + "context_length": c.get("context", CONTEXT), a + "embedding_length": c["E"],
         a + "feed_forward_length": c["F"], a + "attention.head_count": c["H"], a + "attention.head_count_kv": c["Hkv"],
         a + "attention.layer_norm_rms_epsilon": c.get("eps", 1e-5), a + "rope.freq_base": c.get("theta", 1e4),
         a + "rope.dimension_count": c["d"], a + "vocab_size": len(VOCAB),

@@ -1,5 +1,6 @@
 /* The harness: cmocka, plus what it lacks. Every test program is one group; a case marked `levels` runs once per SIMD
-   level, and a level that this machine lacks is skipped by name. SEED=n changes the random data. */
+   level, and a level that this machine lacks is skipped by name. SEED=n changes the random data, ONLY="*text*" chooses
+   cases. */
 #ifndef TEST_H
 #define TEST_H
 
@@ -315,6 +316,7 @@ static inline int run_cases(const char *group, const test_case *cases, int n) {
                      dkv_simd_name((dkv_simd)level));
             tests[count] = (struct CMUnitTest){job->name, test_run_job, NULL, test_end_job, job};
         }
+    if (getenv("ONLY")) cmocka_set_test_filter(getenv("ONLY"));
     return _cmocka_run_group_tests(group, tests, (size_t)count, NULL, NULL) != 0;
 }
 

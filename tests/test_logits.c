@@ -132,11 +132,11 @@ static deviation run_path(lm_model *m, const golden *g, const test_path *path, F
     deviation dev = {0};
     dkv_plan plan;
     size_t bytes;
-    dkv_cache *cache;
+    lm_cache *cache;
     const int64_t T_c = !path->prefills ? 0 : g->first ? g->first : g->n / 2 + 1; /* odd: the last block is not full */
     CHECK_OK(dkv_plan_from_positions(&plan, NULL, &bytes, p->shape.L, p->shape.Hkv, T_c, NULL, NULL));
     CHECK_OK(dkv_plan_from_positions(&plan, guarded(bytes, 8), &bytes, p->shape.L, p->shape.Hkv, T_c, NULL, NULL));
-    CHECK_OK(dkv_cache_create(&cache, &plan, &p->shape, path->type, g->n - T_c, NULL));
+    CHECK_OK(lm_cache_create(&cache, m, &plan, path->type, g->n - T_c, NULL));
     if (T_c && lm_prefill(m, &cache, 1, g->ids, T_c, NULL)) fail_msg("at %s: %s", test_at, lm_error(m));
 
     float *logits = malloc((size_t)(path->step * p->V) * sizeof *logits);
@@ -153,7 +153,7 @@ static deviation run_path(lm_model *m, const golden *g, const test_path *path, F
         }
     }
     free(logits);
-    dkv_cache_destroy(cache);
+    lm_cache_destroy(cache);
     return dev;
 }
 
@@ -219,7 +219,7 @@ static void test_logits(void **state)
     AT("%s", job->name);
     golden g = golden_read(t->name);
     int threads = job->level == (int)dkv_simd_supported() ? 2 : 1;
-    if (lm_open(&m, path, threads, err, sizeof err)) fail_msg("at %s: %s", test_at, err);
+    if (lm_open(&m, path, LM_CPU, threads, err, sizeof err)) fail_msg("at %s: %s", test_at, err);
     CHECK_INT(lm_get_params(m)->V, g.V);
 
     for (int i = 0; i < COUNT(paths); i++) {
@@ -244,9 +244,11 @@ static int restore_levels(void **state)
 static int make_models(void **state)
 {
     (void)state;
-    char command[256];
+    char command[512];
     if (!mkdtemp(random_dir)) return -1;
-    snprintf(command, sizeof command, "python3 tests/make_random_gguf.py %s", random_dir);
+    int at = snprintf(command, sizeof command, "python3 tests/make_random_gguf.py %s", random_dir);
+    for (int i = 0; i < COUNT(models); i++)
+        if (!models[i].smollm2) at += snprintf(command + at, sizeof command - (size_t)at, " %s", models[i].name);
     return system(command);
 }
 

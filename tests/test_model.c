@@ -99,7 +99,7 @@ static lm_model *open_model(const flaw *w, int threads) {
     lm_model *m;
     char err[256] = "";
     write_model(w);
-    if (lm_open(&m, path, threads, err, sizeof err)) fail_msg("at %s: %s", test_at, err);
+    if (lm_open(&m, path, LM_CPU, threads, err, sizeof err)) fail_msg("at %s: %s", test_at, err);
     return m;
 }
 
@@ -148,14 +148,17 @@ static void refuses_bad_models(void) {
         char err[256] = "";
         AT("case %d: %s", i, bad[i].says);
         write_model(&bad[i].w);
-        CHECK_INT(lm_open(&m, path, 1, err, sizeof err), -1);
+        CHECK_INT(lm_open(&m, path, LM_CPU, 1, err, sizeof err), -1);
         CHECK(!m);
         if (!strstr(err, bad[i].says) || !strstr(err, path)) fail_msg("'%s' does not say '%s'", err, bad[i].says);
     }
     lm_model *m;
     char err[256] = "";
-    CHECK_INT(lm_open(&m, "/nonexistent.gguf", 1, err, sizeof err), -1);
+    CHECK_INT(lm_open(&m, "/nonexistent.gguf", LM_CPU, 1, err, sizeof err), -1);
     CHECK(!m && strstr(err, "/nonexistent.gguf"));
+    write_model(&none);
+    CHECK_INT(lm_open(&m, path, LM_CUDA, 1, err, sizeof err), -1); /* not linked in here */
+    CHECK(!m && strstr(err, "make cuda"));
 }
 
 static void reads_parameters(void) {
@@ -168,7 +171,7 @@ static void reads_parameters(void) {
     lm_close(m);
     char err[256] = "";
     write_model(&few); /* Hkv defaults to H, so K's shape is wrong then */
-    CHECK_INT(lm_open(&m, path, 1, err, sizeof err), -1);
+    CHECK_INT(lm_open(&m, path, LM_CPU, 1, err, sizeof err), -1);
     CHECK(strstr(err, "blk.0.attn_k.weight has shape [32][32], not [64][32]"));
     m = open_model(&(flaw){.arch = "qwen2", .number_key = "rope.dimension_count", .number = 4}, 1);
     CHECK(lm_get_params(m)->half_split && lm_get_params(m)->n_rot == 4);
@@ -177,14 +180,13 @@ static void reads_parameters(void) {
 
 /* ---- running ---- */
 
-static dkv_cache *new_cache(int64_t T_c, int64_t capacity, dkv_type type, const dkv_allocator *alloc) {
-    dkv_shape s = {L, H, HKV, DIM, DIM};
+static lm_cache *new_cache(lm_model *m, int64_t T_c, int64_t capacity, dkv_type type, const dkv_allocator *alloc) {
     dkv_plan plan;
-    dkv_cache *c;
+    lm_cache *c;
     size_t bytes;
     CHECK_OK(dkv_plan_from_positions(&plan, NULL, &bytes, L, HKV, T_c, NULL, NULL));
     CHECK_OK(dkv_plan_from_positions(&plan, guarded(bytes, 8), &bytes, L, HKV, T_c, NULL, NULL));
-    CHECK_OK(dkv_cache_create(&c, &plan, &s, type, capacity, alloc));
+    CHECK_OK(lm_cache_create(&c, m, &plan, type, capacity, alloc));
     return c;
 }
 
@@ -209,8 +211,8 @@ static void ways_agree(void) {
         int64_t n = lengths[k], T_c = k ? 1025 : 33;
         int32_t *ids = random_tokens(n);
         float *all = guarded((size_t)(n * V) * 4, 4), *rest = guarded((size_t)((n - T_c) * V) * 4, 4), one[V];
-        dkv_cache *a = new_cache(0, n, DKV_F32, NULL), *b = new_cache(0, n, DKV_F32, NULL);
-        dkv_cache *c = new_cache(T_c, n - T_c, DKV_F32, NULL);
+        lm_cache *a = new_cache(m, 0, n, DKV_F32, NULL), *b = new_cache(m, 0, n, DKV_F32, NULL);
+        lm_cache *c = new_cache(m, T_c, n - T_c, DKV_F32, NULL);
         CHECK_INT(lm_eval(m, a, ids, n, 0, all, LM_ALL), 0);
         for (int64_t i = 0; i < n; i++) {
             AT("token %d of %d", (int)i, (int)n);
@@ -220,10 +222,10 @@ static void ways_agree(void) {
         CHECK_INT(lm_prefill(m, &c, 1, ids, T_c, NULL), 0);
         CHECK_INT(lm_eval(m, c, ids + T_c, n - T_c, T_c, rest, LM_ALL), 0);
         expect_close(rest, all + T_c * V, (n - T_c) * V, 1e-4);
-        dkv_cache_truncate(c, 0);
+        CHECK_OK(lm_cache_truncate(c, 0));
         CHECK_INT(lm_eval(m, c, ids + T_c, n - T_c, T_c, one, LM_LAST), 0);
         expect_close(one, all + (n - 1) * V, V, 1e-4);
-        dkv_cache_destroy(a), dkv_cache_destroy(b), dkv_cache_destroy(c);
+        lm_cache_destroy(a), lm_cache_destroy(b), lm_cache_destroy(c);
     }
     lm_close(m);
 }
@@ -235,11 +237,11 @@ static void threads_agree(void) {
     for (int t = 1; t <= 3; t++) {
         test_state = 1;
         lm_model *m = open_model(&none, t);
-        dkv_cache *c = new_cache(49, 1, DKV_F16, NULL);
+        lm_cache *c = new_cache(m, 49, 1, DKV_F16, NULL);
         CHECK_INT(lm_prefill(m, &c, 1, ids, 49, NULL), 0);
         CHECK_INT(lm_eval(m, c, ids + 49, 1, 49, logits[t - 1], LM_LAST), 0);
         expect_close(logits[t - 1], logits[0], V, 1e-5);
-        dkv_cache_destroy(c);
+        lm_cache_destroy(c);
         lm_close(m);
     }
 }
@@ -276,12 +278,12 @@ static void prefill_keeps_one_layer(void) {
     lm_model *m = open_model(&none, 2);
     int32_t *ids = random_tokens(T_C + 1);
     float a[V], b[V];
-    dkv_cache *c[] = {new_cache(T_C, 1, DKV_F16, &counted), new_cache(T_C, 8, DKV_F16, &counted)};
+    lm_cache *c[] = {new_cache(m, T_C, 1, DKV_F16, &counted), new_cache(m, T_C, 8, DKV_F16, &counted)};
     int64_t before = bytes.now;
-    double pack_s = 0;
-    lm_prefill_options options = {&layer, note_progress, &seen, &pack_s};
+    double pack_s[2] = {0};
+    lm_prefill_options options = {&layer, note_progress, &seen, pack_s};
     CHECK_INT(lm_prefill(m, c, 2, ids, T_C, &options), 0);
-    CHECK_INT(pack_s > 0, 1);
+    CHECK(pack_s[0] > 0 && pack_s[1] > 0);
     CHECK_INT(bytes.now, before);
     CHECK_INT(bytes.peak, before);
     CHECK_INT(dense.now, 0);
@@ -292,7 +294,11 @@ static void prefill_keeps_one_layer(void) {
     CHECK_INT(lm_eval(m, c[0], ids + T_C, 1, T_C, a, LM_LAST), 0);
     CHECK_INT(lm_eval(m, c[1], ids + T_C, 1, T_C, b, LM_LAST), 0);
     CHECK(!memcmp(a, b, sizeof a));
-    dkv_cache_destroy(c[0]), dkv_cache_destroy(c[1]);
+    int32_t best;
+    CHECK_OK(lm_cache_truncate(c[1], 0));
+    CHECK_INT(lm_eval_best(m, c[1], ids + T_C, 1, T_C, &best), 0);
+    CHECK_INT(best, lm_sample(&(lm_sampler){0}, a, V, NULL));
+    lm_cache_destroy(c[0]), lm_cache_destroy(c[1]);
     CHECK_INT(bytes.now, 0);
     lm_close(m);
 }
@@ -303,17 +309,11 @@ static void expect_error(const lm_model *m, int result, const char *says) {
 }
 
 static void refuses_bad_runs(void) {
-    lm_model *m = open_model(&none, 1);
+    lm_model *m = open_model(&none, 1), *twin = open_model(&none, 1);
     int32_t ids[8] = {1, 2, 3, 4, 5, 6, 7, V};
     float logits[V];
-    dkv_cache *c = new_cache(0, 4, DKV_F32, NULL), *packed = new_cache(4, 4, DKV_F16, NULL), *other = NULL;
-    dkv_cache *mixed[] = {packed, c};
-    dkv_plan plan;
-    size_t bytes;
-    CHECK_OK(dkv_plan_from_positions(&plan, NULL, &bytes, L, HKV, 0, NULL, NULL));
-    CHECK_OK(dkv_plan_from_positions(&plan, guarded(bytes, 8), &bytes, L, HKV, 0, NULL, NULL));
-    CHECK_OK(dkv_cache_create(&other, &plan, &(dkv_shape){L, H, HKV, DIM + 1, DIM}, DKV_F32, 4, NULL));
-
+    lm_cache *c = new_cache(m, 0, 4, DKV_F32, NULL), *packed = new_cache(m, 4, 4, DKV_F16, NULL);
+    lm_cache *mixed[] = {packed, c}, *other = new_cache(twin, 0, 4, DKV_F32, NULL);
     CHECK_INT(lm_eval(m, c, ids, 3, 0, logits, LM_LAST), 0);
     expect_error(m, lm_eval(m, c, ids, 0, 3, logits, LM_LAST), "no tokens");
     expect_error(m, lm_eval(m, c, ids, 2, 3, logits, LM_LAST), "do not fit");
@@ -326,12 +326,12 @@ static void refuses_bad_runs(void) {
     expect_error(m, lm_prefill(m, &packed, 1, ids, 5, NULL), "plans of 5");
     expect_error(m, lm_prefill(m, mixed, 2, ids, 4, NULL), "share a type");
     expect_error(m, lm_prefill(m, &packed, 1, ids, CTX + 1, NULL), "context of 4096");
-    CHECK_INT(dkv_cache_tail(c, 0), 3);
+    CHECK_INT(lm_cache_tail(c), 3);
     CHECK_INT(lm_eval(m, c, ids + 3, 1, 3, logits, LM_LAST), 0);
     CHECK_INT(lm_prefill(m, &packed, 1, ids, 4, NULL), 0);
     expect_error(m, lm_prefill(m, &packed, 1, ids, 4, NULL), "packing layer 0");
-    dkv_cache_destroy(c), dkv_cache_destroy(packed), dkv_cache_destroy(other);
-    lm_close(m);
+    lm_cache_destroy(c), lm_cache_destroy(packed), lm_cache_destroy(other);
+    lm_close(m), lm_close(twin);
 }
 
 /* ---- sampling ---- */

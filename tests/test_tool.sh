@@ -182,6 +182,8 @@ P=$SHIPPED
 yes "The north gate opens at nine and closes at six, except on Mondays." | head -n 150 | tr '\n' ' ' > "$t/context"
 
 refused "run: no model" 2 "which model" "$DKV" run -p $P -c "$t/context" -q "$Q"
+refused "run: f32 on a GPU" 2 "--device cuda keeps f16, bf16, i8 or fp8" \
+    "$DKV" run -m "$MODEL" -p $P -c "$t/context" -q "$Q" --device cuda --type f32
 refused "run: no pattern" 2 "which pattern" "$DKV" run -m "$MODEL" -c "$t/context" -q "$Q"
 refused "run: no context" 2 "which context" "$DKV" run -m "$MODEL" -p $P -q "$Q"
 refused "run: no question" 2 "what is the question" "$DKV" run -m "$MODEL" -p $P -c "$t/context"

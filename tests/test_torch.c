@@ -3,12 +3,15 @@
 #define _GNU_SOURCE
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 /* after the above */
 #include <cmocka.h>
 
-#include "../examples/dkv/torch.c"
+#include "../examples/dkv/torch.h"
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 

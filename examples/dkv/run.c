@@ -2,8 +2,8 @@
 
    context -> tokens[T_c] -> prefill, layer by layer -> one cache per column -> question, answer
 
-   Alone, the compressed cache is packed layer by layer as prefill goes; its peak is packed + one dense layer + tail.
-   With --compare the dense cache is prefilled, and the other columns are packed from it: the same bits. */
+   All caches are packed from one prefill, layer by layer as it goes: the same bits alone and compared. A cache's own
+   peak is packed + one dense layer + tail. */
 #define _GNU_SOURCE
 #include "tool.h"
 
@@ -23,7 +23,7 @@
 /* One way to answer: which rows stay, what that costs, what comes out. */
 typedef struct {
     const char *name;
-    dkv_cache *cache;
+    lm_cache *cache;
     dkv_stats stats;
     int64_t bytes_packed, bytes_peak;
     double compress_s, decode_tok_s;
@@ -34,7 +34,7 @@ enum { DENSE, COMPRESSED, STREAMING, COLUMNS };
 
 static const char *model_path, *pattern_path, *context_path, *question, *format;
 static int64_t n_answer = 64, threads, cut, seed;
-static int type = DKV_F16, beyond = DKV_BEYOND_ERROR, control = -1;
+static int type = -1, beyond = DKV_BEYOND_ERROR, control = -1, place = LM_CPU;
 static double temperature, top_p = 1;
 static bool compare, json;
 
@@ -162,14 +162,15 @@ static void *plan_streaming(dkv_plan *plan, const dkv_shape *s, const dkv_patter
 }
 
 /* Bytes are closed forms, without padding; the peak is that of this column alone: context, one dense layer, tail. */
-static void open_column(column *c, int which, const dkv_pattern *p, const dkv_shape *s, int64_t T_c, int64_t capacity,
+static void open_column(column *c, lm_model *m, int which, const dkv_pattern *p, int64_t T_c, int64_t capacity,
                         const dkv_allocator *alloc) {
+    const dkv_shape *s = &lm_get_params(m)->shape;
     double start = seconds();
     dkv_plan plan;
     void *memory = which == DENSE      ? plan_positions(&plan, s, T_c, NULL, NULL)
                  : which == COMPRESSED ? plan_pattern(&plan, p, T_c)
                                        : plan_streaming(&plan, s, p, &c->stats, T_c);
-    try(dkv_cache_create(&c->cache, &plan, s, (dkv_type)type, capacity, alloc), "cache");
+    try(lm_cache_create(&c->cache, m, &plan, (dkv_type)type, capacity, alloc), "cache");
     c->compress_s = seconds() - start;
     c->bytes_packed = dkv_kv_bytes_packed(&plan, s, (dkv_type)type);
     dkv_type tail = dkv_tail_type((dkv_type)type); /* of the dense layer too */
@@ -177,7 +178,7 @@ static void open_column(column *c, int which, const dkv_pattern *p, const dkv_sh
     free(memory);
 }
 
-static void open_columns(column *columns, const dkv_pattern *p, const dkv_shape *s, int64_t T_c, int64_t capacity,
+static void open_columns(column *columns, lm_model *m, const dkv_pattern *p, int64_t T_c, int64_t capacity,
                          const dkv_allocator *alloc) {
     const bool wanted[COLUMNS] = {compare, true, control >= 0};
     dkv_stats kept;
@@ -186,16 +187,7 @@ static void open_columns(column *columns, const dkv_pattern *p, const dkv_shape 
     columns[DENSE].stats = (dkv_stats){.logical = 1, .physical = 1, .physical_total = 1};
     columns[STREAMING].stats.logical = kept.physical;
     for (int i = 0; i < COLUMNS; i++)
-        if (wanted[i]) open_column(&columns[i], i, p, s, T_c, capacity, alloc);
-}
-
-static void pack_column(column *c, const column *dense, int L) {
-    double start = seconds();
-    for (int l = 0; l < L; l++) {
-        dkv_segment source = dkv_cache_context(dense->cache, l);
-        try(dkv_cache_pack(c->cache, l, &source), "pack");
-    }
-    c->compress_s += seconds() - start;
+        if (wanted[i]) open_column(&columns[i], m, i, p, T_c, capacity, alloc);
 }
 
 /* ---- prefill ------------------------------------------------------------- */
@@ -236,32 +228,48 @@ static char *clean_utf8(const char *raw, size_t bytes) {
     return text;
 }
 
+typedef struct {
+    lm_model *m;
+    lm_cache *cache;
+    lm_sampler sampler;
+    float *logits;         /* [V] */
+    lm_candidate *scratch; /* [V] */
+} speaker;
+
+/* Runs tokens[n] at pos.. and chooses the next one: the likeliest, whose logits stay on the device, or by chance. */
+static int32_t next_token(speaker *s, const int32_t *tokens, int64_t n, int64_t pos) {
+    const bool likeliest = s->sampler.temperature <= 0;
+    int32_t best = 0;
+    int failed = likeliest ? lm_eval_best(s->m, s->cache, tokens, n, pos, &best)
+                           : lm_eval(s->m, s->cache, tokens, n, pos, s->logits, LM_LAST);
+    if (failed) fail("%s", lm_error(s->m));
+    return likeliest ? best : lm_sample(&s->sampler, s->logits, (int32_t)lm_get_params(s->m)->V, s->scratch);
+}
+
 static void answer(lm_model *m, const lm_chat *chat, column *c, const lm_ids *suffix, int64_t T_c) {
-    const int32_t V = (int32_t)lm_get_params(m)->V;
-    float *logits = allocate((size_t)V, sizeof *logits);
-    lm_candidate *scratch = allocate((size_t)V, sizeof *scratch);
-    lm_sampler sampler = {.temperature = (float)temperature, .top_p = (float)top_p, .seed = (uint64_t)seed};
+    const size_t V = (size_t)lm_get_params(m)->V;
+    speaker s = {.m = m, .cache = c->cache, .logits = allocate(V, sizeof *s.logits)};
+    s.scratch = allocate(V, sizeof *s.scratch);
+    s.sampler = (lm_sampler){.temperature = (float)temperature, .top_p = (float)top_p, .seed = (uint64_t)seed};
     char *raw;
     size_t bytes;
     FILE *text = open_memstream(&raw, &bytes);
     if (!text) fail("out of memory");
-    if (lm_eval(m, c->cache, suffix->v, suffix->n, T_c, logits, LM_LAST)) fail("%s", lm_error(m));
+    int32_t token = next_token(&s, suffix->v, suffix->n, T_c);
     double start = seconds();
     int64_t n = 0;
-    for (; n < n_answer; n++) {
+    for (; n < n_answer && !lm_chat_is_stop(chat, token); n++) {
         size_t length;
-        int32_t token = lm_sample(&sampler, logits, V, scratch);
-        if (lm_chat_is_stop(chat, token)) break;
         const char *piece = lm_decode(chat->tokenizer, token, &length);
         fwrite(piece, 1, length, text);
-        if (lm_eval(m, c->cache, &token, 1, T_c + suffix->n + n, logits, LM_LAST)) fail("%s", lm_error(m));
+        token = next_token(&s, &token, 1, T_c + suffix->n + n);
     }
     c->decode_tok_s = n ? (double)n / (seconds() - start) : 0;
     fclose(text);
     c->text = clean_utf8(raw, bytes);
     free(raw);
-    free(scratch);
-    free(logits);
+    free(s.scratch);
+    free(s.logits);
 }
 
 /* ---- report -------------------------------------------------------------- */
@@ -316,17 +324,16 @@ static void print_table(const column *columns) {
     printf("\n");
 }
 
-static void report(const column *columns, const dkv_shape *shape, int64_t T_c, double prefill_s) {
-    int64_t bytes_dense = dkv_kv_bytes_dense(shape, (dkv_type)type, T_c);
+static void report(const column *columns, const lm_model *m, int64_t T_c, double prefill_s) {
+    int64_t bytes_dense = dkv_kv_bytes_dense(&lm_get_params(m)->shape, (dkv_type)type, T_c);
     if (json) {
         print_json(columns, T_c, bytes_dense, prefill_s);
         return;
     }
     for (int i = 0; i < COLUMNS; i++)
         if (columns[i].cache) printf("%s: %s\n", columns[i].name, columns[i].text);
-    printf("\n%lld tokens of context, prefill %.1f s, %s cache, dense %.1f MB, %lld threads, %s\n\n", (long long)T_c,
-           prefill_s, dkv_type_name((dkv_type)type), (double)bytes_dense / 1e6, (long long)threads,
-           dkv_simd_name(dkv_simd_level()));
+    printf("\n%lld tokens of context, prefill %.*f s, %s cache, dense %.1f MB, %s\n\n", (long long)T_c,
+           prefill_s < 1 ? 3 : 1, prefill_s, dkv_type_name((dkv_type)type), (double)bytes_dense / 1e6, lm_where(m));
     print_table(columns);
 }
 
@@ -338,36 +345,39 @@ static void check_arguments(void) {
     if (!context_path) usage("which context? give -c CONTEXT.txt");
     if (!question) usage("what is the question? give -q TEXT");
     if (control >= 0) compare = true;
+    if (type < 0) type = place == LM_CUDA ? DKV_BF16 : DKV_F16;
+    if (place == LM_CUDA && type == DKV_F32) usage("--device cuda keeps f16, bf16, i8 or fp8, not f32");
     if (!threads) threads = sysconf(_SC_NPROCESSORS_ONLN);
 }
 
-/* Prefills the first column and packs the others from it. Returns the seconds of prefill. */
+/* One prefill packs all columns. Returns its seconds, packing not counted. */
 static double fill_columns(column *columns, lm_model *m, const lm_ids *context, const dkv_allocator *alloc) {
-    column *first = &columns[compare ? DENSE : COMPRESSED];
-    double pack_s = 0;
-    lm_prefill_options options = {.alloc = alloc, .pack_s = &pack_s};
+    lm_cache *caches[COLUMNS];
+    column *to[COLUMNS];
+    double pack_s[COLUMNS] = {0};
+    int n = 0;
+    for (column *c = columns; c < columns + COLUMNS; c++)
+        if (c->cache) to[n] = c, caches[n++] = c->cache;
+    lm_prefill_options options = {.alloc = alloc, .pack_s = pack_s};
     if (isatty(STDERR_FILENO)) options.progress = show_progress;
     double start = seconds();
-    if (lm_prefill(m, &first->cache, 1, context->v, context->n, &options)) fail("%s", lm_error(m));
-    double prefill_s = seconds() - start - pack_s;
-    first->compress_s += pack_s;
-    for (column *c = first + 1; c < columns + COLUMNS; c++)
-        if (c->cache) pack_column(c, first, lm_get_params(m)->shape.L);
+    if (lm_prefill(m, caches, n, context->v, context->n, &options)) fail("%s", lm_error(m));
+    double prefill_s = seconds() - start;
+    for (int i = 0; i < n; i++) to[i]->compress_s += pack_s[i], prefill_s -= pack_s[i];
     return prefill_s;
 }
 
 /* A run without --compare holds bytes_peak, and beyond that only padding, of context, dense layer and tail to blocks of
-   16 rows and 16 dimensions, and the caches' own records of each layer, head and run. */
-static void assert_peak(const column *c, const counter *count) {
-    const dkv_shape *s = dkv_cache_shape(c->cache);
-    const dkv_plan *plan = dkv_cache_plan(c->cache);
+   rows (16, or 128 on a GPU) and of dimensions (16), and the caches' own records of each layer, head and run. */
+static void assert_peak(const column *c, const dkv_shape *s, int64_t peak) {
+    const dkv_plan *plan = lm_cache_plan(c->cache);
     const int64_t heads = (int64_t)s->L * s->Hkv, e = dkv_type_bytes(dkv_tail_type((dkv_type)type));
     const int64_t row = (s->d_k + s->d_v) * e, padded_row = ((s->d_k + 1) / 2 * 2 + (s->d_v + 15) / 16 * 16) * e;
     const int64_t records = 4096 + 256 * heads + plan->first[heads] * (int64_t)sizeof(dkv_run);
-    const int64_t most = (c->bytes_peak / row + 3 * 16 * heads) * padded_row + records;
-    if (count->peak < c->bytes_peak || count->peak > most)
-        fail("bug: the KV cache took %lld bytes, not %lld..%lld; please report this", (long long)count->peak,
-             (long long)c->bytes_peak, (long long)most);
+    const int64_t block = place == LM_CUDA ? 128 : 16, most = (c->bytes_peak / row + 3 * block * heads) * padded_row;
+    if (peak < c->bytes_peak || peak > most + records)
+        fail("bug: the KV cache took %lld bytes, not %lld..%lld; please report this", (long long)peak,
+             (long long)c->bytes_peak, (long long)(most + records));
 }
 
 static void run(lm_model *m, const lm_chat *chat, const dkv_pattern *p, const char *text) {
@@ -380,14 +390,14 @@ static void run(lm_model *m, const lm_chat *chat, const dkv_pattern *p, const ch
     counter count = {0};
     dkv_allocator alloc = {counted_alloc, counted_free, &count};
     column columns[COLUMNS] = {{.name = "dense"}, {.name = "compressed"}, {.name = "streaming"}};
-    open_columns(columns, p, shape, context.n, suffix.n + n_answer, &alloc);
+    open_columns(columns, m, p, context.n, suffix.n + n_answer, &alloc);
     double prefill_s = fill_columns(columns, m, &context, &alloc);
     for (int i = 0; i < COLUMNS; i++)
         if (columns[i].cache) answer(m, chat, &columns[i], &suffix, context.n);
-    if (!compare) assert_peak(&columns[COMPRESSED], &count);
-    report(columns, shape, context.n, prefill_s);
+    if (!compare) assert_peak(&columns[COMPRESSED], shape, place == LM_CUDA ? lm_kv_peak(m) : count.peak);
+    report(columns, m, context.n, prefill_s);
     for (int i = 0; i < COLUMNS; i++) {
-        dkv_cache_destroy(columns[i].cache);
+        lm_cache_destroy(columns[i].cache);
         free(columns[i].text);
     }
     free(context.v);
@@ -405,12 +415,13 @@ int command_run(int argc, char **argv) {
         {0, "compare", NULL, OPT_FLAG, &compare, 0, 0, "answer from the dense cache too"},
         {0, "control", "streaming", OPT_CHOICE, &control, 0, 0, "and from the nearest tokens, as many (--compare)"},
         {0, "json", NULL, OPT_FLAG, &json, 0, 0, "print JSON"},
-        {0, "type", TYPE_CHOICES, OPT_CHOICE, &type, 0, 0, "of the cache (default: f16)"},
+        {0, "type", TYPE_CHOICES, OPT_CHOICE, &type, 0, 0, "of the cache (default: f16; cuda: bf16)"},
         {0, "beyond", BEYOND_CHOICES, OPT_CHOICE, &beyond, 0, 0, "positions beyond the last bin (default: error)"},
         {0, "template", "raw|chatml|llama3|llama2", OPT_TEXT, &format, 0, 0, "chat format (default: the model's)"},
         {0, "temp", "T", OPT_REAL, &temperature, 0, 100, "sampling temperature (default: 0, the likeliest token)"},
         {0, "top-p", "P", OPT_REAL, &top_p, 0, 1, "sample from the likeliest tokens of this total (default: 1)"},
         {0, "seed", "N", OPT_INT, &seed, 0, 9007199254740992., "of sampling (default: 0)"},
+        {0, "device", "cpu|cuda", OPT_CHOICE, &place, 0, 0, "where to run (default: cpu)"},
         {'t', "threads", "N", OPT_INT, &threads, 1, 1024, "(default: all processors)"},
         {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
     };
@@ -427,7 +438,7 @@ int command_run(int argc, char **argv) {
     if (is_blank(text)) fail("%s is empty; -c needs a text", context_path);
     if (is_blank(question)) fail("the question is empty; ask with -q");
     load_pattern(&p, pattern_path);
-    if (lm_open(&m, model_path, (int)threads, err, sizeof err)) fail("%s", err);
+    if (lm_open(&m, model_path, (lm_place)place, (int)threads, err, sizeof err)) fail("%s", err);
     if (lm_tokenizer_open(&tokenizer, lm_get_gguf(m), err, sizeof err)) fail("%s: %s", model_path, err);
     if (lm_chat_open(&chat, lm_get_gguf(m), tokenizer, format, NULL, err, sizeof err))
         fail("%s: %s", model_path, err);

@@ -18,6 +18,10 @@ implementation() { # implementation COMPILER... : one object from the header alo
     "$@" -DDISTANCE_KV_IMPLEMENTATION -c ../../distance_kv.h -o "$dir/dkv.o"
 }
 prefixed() { ! nm -g --defined-only "$dir/dkv.o" | grep -v ' dkv_'; }
+layout() { # the C structs and Python's copies of them
+    gcc -std=c11 $warn layout.c -o "$dir/layout" && "$dir/layout" > "$dir/c" &&
+        python3 ../../bench/peers.py --layout | diff "$dir/c" -
+}
 bare() { # bare COMPILER : the undefined names are those of string.h and math.h
     $1 -std=c99 -O1 $warn -c bare.c -o "$dir/bare.o" || return 1
     ! nm -u "$dir/bare.o" | grep -vE ' (bcmp|mem(cpy|set|move|cmp)|strlen|(exp|log|sqrt|tanh|fabs|copysign|fma|rint)f?|_.*)$'
@@ -41,5 +45,6 @@ for cc in gcc clang; do
     if grep -q avx512f /proc/cpuinfo; then check "$cc, and it runs" program $cc -std=c11 $warn use.c "$dir/dkv.o"
     else skip "$cc, and it runs (no avx512f)"; fi
 done
+check "structs in bench/peers.py" layout
 echo "1..$n"
 exit $failed
