@@ -21,7 +21,7 @@ VERSION  = $(shell sed -n 's/^#define DKV_VERSION "\(.*\)"/\1/p' distance_kv.h)
 LLAMA    = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/llama/*.c))
 DKV      = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/dkv/*.c))
 TESTS    = $(filter-out $B/test_cuda $B/test_model_cuda,$(patsubst tests/%.c,$B/%,$(wildcard tests/test_*.c)))
-TSAN     = $(B)/test_attend $(B)/test_cache $(B)/test_team
+TSAN     = $(addprefix $B/test_,attend cache team score gated)
 FUZZ     = $(patsubst tests/%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 MODEL    = build/model/SmolLM2-135M-Instruct.Q4_1.gguf
 PACKAGES = gcc make libc6-dev libopenblas-dev libpcre2-dev libcjson-dev libcmocka-dev gnuplot-nox fonts-dejavu-core \
@@ -92,6 +92,7 @@ $B/test_%: tests/test_%.c $(if $(filter tsan,$(config)),,$(LLAMA)) $B/dkv.o | bu
 	$(CC) $(CFLAGS) -MMD -MP $(filter %.c %.o,$^) -o $@ -lcmocka $(LIBS)
 
 $B/test_team: $B/o/llama/team.o
+$B/test_torch: $B/o/dkv/torch.o
 
 -include bench/bench.mk
 -include $(wildcard $B/*.d $B/o/*/*.d)

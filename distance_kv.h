@@ -34,8 +34,9 @@
            dkv_attend(&a, 1, workspace, workspace_bytes, NULL);   // 64-byte aligned, dkv_attend_size bytes
        }
 
-   DOES NOT: learn patterns (yet), run on a GPU (yet), load models, choose positions from the query, evict while
-   decoding, re-rotate K, or print, exit, abort and allocate behind your back.
+   DOES NOT: run on a GPU (yet), load models or differentiate them (it has the gates and the gated attention that
+   learning needs, forward and backward), choose positions from the query, evict while decoding, re-rotate K, or print,
+   exit, abort and allocate behind your back.
 
    CONTENTS: grep for the tag
      [API]      all public types and functions; stop after it if you only want to use the library
@@ -48,6 +49,8 @@
      [PACK]     the packed layout: survivors in order, from any strided or packed source
      [ATTEND]   attention over packed context + tail
      [CACHE]    packed layers + growing tail that the library owns; fork, truncate, save, restore
+     [SCORE]    where heads look: ranks of source tokens, from Q and K
+     [GATES]    learning: Hard Concrete gates, union, penalties, AdamW, Top-K; gated attention and its gradients
 
    CONVENTIONS
      Letters   L layers, H query heads, Hkv KV heads, G = H / Hkv group, D bins, W bin width, S sink, R recent,
@@ -469,6 +472,109 @@ DKV_API dkv_attention    dkv_cache_attention(const dkv_cache *c, int l, dkv_tens
 DKV_API dkv_result dkv_cache_save(void *dst, size_t *bytes, const dkv_cache *c);
 DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t bytes, int64_t capacity,
                                      const dkv_allocator *alloc);
+
+/* ---- retrieval score (paper 3.1) ----------------------------------------- */
+
+/* rank[N_q][H] <- how many keys of query n's row come before row source[n] of the context, by logit, ties by position;
+   NaN comes before everything. A head retrieves if rank < 5. The row is causal and ungated, context and tail, and no
+   row of logits is ever in memory. source[n] -1: not asked, and rank is -1 for its heads. Of a, only H, Hkv, d_k, N_q,
+   q, scale and the segments' K matter; context must hold all heads' rows up to the source (SHAPE). Workspace, threads
+   and errors as for dkv_attend. rank may not overlap any input. */
+DKV_API dkv_result dkv_score_size(size_t *bytes, const dkv_attention *a, int nth);
+DKV_API dkv_result dkv_score(int64_t *rank, const dkv_attention *a, const int64_t *source, void *ws, size_t ws_bytes,
+                             const dkv_parallel *par);
+
+/* ---- gates (paper 3.3) --------------------------------------------------- */
+
+/* The logits a of Hard Concrete gates: [L][H][D], or tied, one per KV head: [L][Hkv][D]. A tied gate stands for all
+   query heads of its group. Sizes as in dkv_pattern; a is finite. */
+typedef struct dkv_gates { int32_t L, H, Hkv, D; int tied; } dkv_gates;
+
+DKV_API dkv_result dkv_gates_check(const dkv_gates *g);        /* FIELD, SHAPE; the functions below assert it */
+DKV_API int64_t    dkv_gates_count(const dkv_gates *g);        /* elements of a */
+
+/* Philox4x32-10. The noise of a gate is word 0 of key = seed, counter = (step, context, flat gate low, high). */
+DKV_API void  dkv_philox(uint32_t out[4], const uint32_t counter[4], uint64_t key);
+typedef struct dkv_draw { uint64_t seed; uint32_t step, context; } dkv_draw;
+DKV_API float dkv_gate_noise(dkv_draw draw, int64_t gate);     /* uniform in [1e-6, 1 - 1e-6], a multiple of 2^-24 */
+
+/* z = clamp(1.2 sigmoid(1.5 (ln u - ln(1-u) + a)) - 0.1, 0, 1), the gate of logit a under noise u; *dz <- dz/da, 0
+   where z is clamped. p = P(z > 0), and P(z = 1). The same bits on CPU and GPU. */
+DKV_API float dkv_gate_z(float a, float u, float *dz);
+DKV_API float dkv_gate_p(float a);
+DKV_API float dkv_gate_p_one(float a);
+
+/* a <- logits whose p is clamp(sigmoid(logit 0.7 + 6 (S - mean S)), 0.001, 0.999). S[L][H][D] are retrieval scores; a
+   tied gate takes its group's largest, and the mean is over those. */
+DKV_API void dkv_gates_init(float *a, const dkv_gates *g, const float *S);
+
+/* One draw of all gates and their union over each group, u = 1 - prod(1 - z): u, ln_u [L][Hkv][D], either may be NULL.
+   ln_u is -inf where u < 2^-126: closed. */
+DKV_API void dkv_gates_union(float *u, float *ln_u, const dkv_gates *g, const float *a, dkv_draw draw);
+/* da += d(ln u) / u * du/dz * dz/da for the same draw, d_ln_u[L][Hkv][D] as dkv_gated_backward gives it. Closed cells
+   have no gradient. */
+DKV_API void dkv_gates_union_backward(float *da, const dkv_gates *g, const float *a, dkv_draw draw,
+                                      const float *d_ln_u);
+
+/* Returns the expected share kept, mean p over the gates of the model (logical) or mean 1 - prod(1 - p) over cells
+   (layer, KV head, bin) (physical; the same if tied), and adds lambda times its gradient to da, unless NULL. */
+DKV_API double dkv_gates_penalty(float *da, const dkv_gates *g, const float *a, dkv_budget budget, float lambda);
+
+/* x *= min(1, 1 / (norm + 1e-6)); returns the norm before. */
+DKV_API double dkv_gates_clip(float *x, int64_t n);
+/* Step t = 1, 2, ... with betas 0.9 and 0.999, eps 1e-8, bias correction, no decay. m, v: zero before the first. */
+DKV_API void   dkv_gates_adamw(float *a, float *m, float *v, const float *da, int64_t n, int64_t t, double rate);
+
+/* M[L][H][D] <- 1 for the chosen, exactly. Logical: the rint(rho L H D) gates of largest a. Physical, or tied: the
+   rint(rho L Hkv D) cells of largest a in the group, all of the group's bits set. Ties go to the lower flat index.
+   by_p: order by p in f32 instead, where saturated gates tie. *K <- ones. FIELD: rho not in 0..1. */
+DKV_API dkv_result dkv_gates_top(unsigned char *M, int64_t *K, const dkv_gates *g, const float *a, dkv_budget budget,
+                                 double rho, int by_p);
+DKV_API void       dkv_gates_or(unsigned char *open, const dkv_gates *g, const unsigned char *M); /* [L][Hkv][D] */
+
+/* Fills sizes, K, bits and p of out, which point to bits (L * H * dkv_pattern_words(D) * 8 bytes) and p (NULL, or
+   L * H * D * 2 bytes). The other fields stay as they are. */
+DKV_API void dkv_gates_export(dkv_pattern *out, void *bits, void *p, const dkv_gates *g, const unsigned char *M,
+                              const float *a);
+
+/* ---- gated attention (paper 3.3) ----------------------------------------- */
+
+/* One question after a shared context, N_q tokens, causal; H, Hkv, d_k, d_v are the context's. Keep out and out_relaxed
+   in f32: backward reads them, and rounds no better than they are. */
+typedef struct dkv_suffix {
+    int64_t    N_q;
+    dkv_tensor q, k, v;           /* [N_q][H][d_k], [N_q][Hkv][d_k], [N_q][Hkv][d_v] */
+    dkv_tensor out;               /* [N_q][H][d_v], written by forward, as are the next three */
+    float     *lse;               /* [N_q][H] */
+    dkv_tensor out_relaxed;       /* straight-through only: what out and lse would be with relaxed gates */
+    float     *lse_relaxed;
+    dkv_tensor d_out;             /* [N_q][H][d_v], the loss's gradient by out */
+    dkv_tensor dq, dk, dv;        /* as q, k, v; written by backward */
+} dkv_suffix;
+
+/* One layer of a context with its gates, and its suffixes. A key's logit is scale * q . k + ln u of its KV head and
+   bin; sink, recent and suffix have u = 1. ln u < -87.3366 is closed (u < 2^-126): the keys are not read.
+   Straight-through, if open is given: out = P V with the open bins only, while gradients are those of
+   P_relaxed + stopgrad(P_open - P_relaxed): dV of the suffix by P_open, all others by P_relaxed. K and V of the context
+   get none. No softcap, no sink logit. */
+typedef struct dkv_gated {
+    int32_t              H, Hkv, d_k, d_v;
+    int64_t              T_c, W, S, R, D; /* as in dkv_pattern; T_c <= S + R + W * D (RANGE) */
+    float                scale;           /* 0: 1 / sqrt(d_k) */
+    dkv_segment          context;         /* row i is position i, all T_c of them */
+    const float         *ln_u;            /* [Hkv][D] */
+    const unsigned char *open;            /* NULL, or [Hkv][D] */
+    const dkv_suffix    *suffix;          /* [n_suffix] */
+    int64_t              n_suffix;
+    float               *d_ln_u;          /* [Hkv][D], written by backward */
+} dkv_gated;
+
+/* c[n]: a batch. Workspace, threads, errors as for dkv_attend; results do not depend on the number of threads.
+   backward takes what forward took and wrote. */
+DKV_API dkv_result dkv_gated_size(size_t *bytes, const dkv_gated *c, int64_t n, int nth);
+DKV_API dkv_result dkv_gated_forward(const dkv_gated *c, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par);
+DKV_API dkv_result dkv_gated_backward(const dkv_gated *c, int64_t n, void *ws, size_t ws_bytes,
+                                      const dkv_parallel *par);
 
 /* ---- CUDA: the same API on a GPU, in distance_kv_cuda.cu ------------------ */
 
@@ -3711,7 +3817,1071 @@ DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t b
     else *out = c;
     return r;
 }
+
+/* ==========================================================================
+   [SCORE]  how many keys outrank the source of what a query is about to predict (paper 3.1)
+   in:  queries, K of context and tail, the source's row for each query
+   out: ranks per (query, head): counts, so that keys may come in any order and from any thread
+   invariant: a source's logit comes from the leaf that gives all the others, so that equal keys tie exactly
+   ========================================================================== */
+
+/* Rows are (asked query, head of the group), query first. Workspace: asked, then for each thread its counts and its
+   scratch, of which q, max (the sources' logits), s and tile are used. */
+typedef struct dkv__probe {
+    const dkv_attention *a;
+    const int64_t       *source;
+    int64_t             *asked, rows; /* queries with a source; G times as many rows */
+    char                *threads;
+} dkv__probe;
+
+DKV__INLINE int64_t dkv__probe_fixed(const dkv_attention *a) { return dkv__round_up(a->N_q * 8, DKV__ALIGN); }
+
+DKV__INLINE int64_t dkv__probe_counts(const dkv_attention *a) { return dkv__round_up(a->N_q * a->H * 8, DKV__ALIGN); }
+
+DKV__INLINE int64_t dkv__probe_each(const dkv_attention *a) {
+    int64_t wk = dkv__v_width(a->d_k), wv = dkv__v_width(a->d_v);
+    return dkv__probe_counts(a) + (DKV__ROW_BLOCK * (wk + 1) + DKV__ROWS * DKV__TILE + DKV__TILE * (wk + wv)) * 4;
+}
+
+DKV__PRIVATE dkv__scratch dkv__probe_scratch(const dkv__probe *p, int ith) {
+    dkv__scratch x;
+    memset(&x, 0, sizeof x);
+    x.wk = dkv__v_width(p->a->d_k);
+    x.q = (float *)(void *)(p->threads + ith * dkv__probe_each(p->a) + dkv__probe_counts(p->a));
+    x.max = x.q + DKV__ROW_BLOCK * x.wk;
+    x.s = x.max + DKV__ROW_BLOCK;
+    x.tile = x.s + DKV__ROWS * DKV__TILE;
+    return x;
+}
+
+/* The same attention with values that nobody reads. */
+DKV__PRIVATE dkv_attention dkv__keys_only(const dkv_attention *a) {
+    const dkv_packed *p = a->context.packed ? a->context.packed : a->tail.packed;
+    dkv_attention     keys = *a;
+    keys.d_v = p ? p->d_v : 1;
+    keys.context.v = keys.context.k;
+    keys.tail.v = keys.tail.k;
+    keys.out = keys.q;
+    keys.softcap = 0.0f;
+    return keys;
+}
+
+/* x[d, padded to 16] <- query i of head h, times scale and the channel scales of the keys that it will meet. */
+DKV__PRIVATE void dkv__load_query(float *x, const dkv_tensor *q, int64_t i, int64_t h, int64_t d, float scale,
+                                  const float *k_scale, const dkv__kernels *f) {
+    dkv__load_row(x, q, i, h, d, f);
+    for (int64_t j = 0; j < d; j++) x[j] *= scale;
+    dkv__scale_row(x, k_scale, d);
+    for (int64_t j = d; j < dkv__v_width(d); j++) x[j] = 0.0f;
+}
+
+DKV__INLINE float dkv__scale_or_default(float scale, int64_t d) {
+    return scale > 0.0f ? scale : 1.0f / sqrtf((float)d);
+}
+
+DKV__PRIVATE void dkv__probe_queries(const dkv__probe *p, const dkv__item *it, const dkv__scratch *x,
+                                     const float *k_scale, const dkv__kernels *f) {
+    const dkv_attention *a = p->a;
+    const int64_t        G = a->H / a->Hkv;
+    const float          scale = dkv__scale_or_default(a->scale, a->d_k);
+    for (int64_t r = 0; r < it->rows; r++) {
+        int64_t i = p->asked[(it->row + r) / G], h = it->g * G + (it->row + r) % G;
+        dkv__load_query(x->q + r * x->wk, &a->q, i, h, a->d_k, scale, k_scale, f);
+    }
+}
+
+/* The sources' logits: from the packed block that holds the key, or a block of its own. */
+DKV__PRIVATE void dkv__probe_sources(const dkv__probe *p, const dkv__item *it, const dkv__scratch *x,
+                                     const dkv__kernels *f) {
+    const dkv_attention *a = p->a;
+    dkv_packed           own = {x->tile, DKV_F32, 1, a->d_k, a->d_v, NULL, DKV__TILE};
+    dkv__head            head = a->context.packed ? dkv__head_of(a->context.packed, it->g) : dkv__head_of(&own, 0);
+    dkv__probe_queries(p, it, x, a->context.packed ? head.k_scale : NULL, f);
+    for (int64_t r = 0; r < it->rows; r++) {
+        int64_t row = p->source[p->asked[(it->row + r) / (a->H / a->Hkv)]];
+        if (!a->context.packed) {
+            dkv__copy_rows(&head, 0, &a->context, it->g, row, 1, f);
+            row = 0;
+        }
+        const char *block = head.k + row / DKV__BLOCK * head.k_block;
+        f->scores(x->s, x->q + r * x->wk, x->wk, 1, block, head.type, a->d_k, DKV__BLOCK);
+        x->max[r] = x->s[row % DKV__BLOCK];
+    }
+}
+
+/* Adds the keys of a tile that come before the sources of the item's rows. */
+DKV__PRIVATE void dkv__probe_tile(const dkv__probe *p, const dkv__item *it, const dkv__keys *y, int64_t *count,
+                                  const dkv__scratch *x, const dkv__kernels *f) {
+    const dkv_attention *a = p->a;
+    const int64_t        G = a->H / a->Hkv;
+    for (int64_t r = 0; r < it->rows; r++) {
+        if (r % DKV__ROWS == 0) {
+            int64_t m = dkv__min(it->rows - r, DKV__ROWS);
+            f->scores(x->s, x->q + r * x->wk, x->wk, m, y->k, y->type, a->d_k, y->n);
+        }
+        int64_t      i = p->asked[(it->row + r) / G], h = it->g * G + (it->row + r) % G, before = 0;
+        int64_t      n = y->tail ? dkv__min(dkv__visible(a, it->g, i) - y->start, y->n) : y->n;
+        int64_t      ties = y->tail ? 0 : dkv__min(p->source[i] - y->start, n); /* keys that would win a tie */
+        const float *s = x->s + r % DKV__ROWS * DKV__TILE, own = x->max[r];
+        for (int64_t t = 0; t < n; t++) before += !(s[t] <= own); /* a NaN never makes a hit */
+        for (int64_t t = 0; t < ties; t++) before += s[t] == own;
+        count[i * a->H + h] += before;
+    }
+}
+
+/* A thread's share of the tiles of every KV head. */
+DKV__PRIVATE void dkv__probe_task(void *arg, int ith, int nth) {
+    const dkv__probe    *p = (const dkv__probe *)arg;
+    const dkv_attention *a = p->a;
+    const dkv__kernels  *f = dkv__simd();
+    dkv__scratch         x = dkv__probe_scratch(p, ith);
+    int64_t             *count = (int64_t *)(void *)(p->threads + ith * dkv__probe_each(a));
+    dkv__item            it;
+    memset(count, 0, (size_t)dkv__probe_counts(a));
+    memset(&it, 0, sizeof it);
+    it.a = a;
+    for (; it.g < a->Hkv; it.g++) {
+        const int64_t tiles = dkv__tiles(a, it.g, dkv__query_rows(a));
+        const int64_t begin = tiles * ith / nth, end = tiles * (ith + 1) / nth;
+        for (it.row = 0; it.row < p->rows && begin < end; it.row += it.rows) {
+            it.rows = dkv__min(p->rows - it.row, DKV__ROW_BLOCK);
+            dkv__probe_sources(p, &it, &x, f);
+            for (int64_t t = begin; t < end; t++) {
+                dkv__keys y = dkv__tile_keys(&it, t, &x, f);
+                if (t == begin || (y.tail && y.start == 0)) dkv__probe_queries(p, &it, &x, y.k_scale, f);
+                dkv__probe_tile(p, &it, &y, count, &x, f);
+            }
+        }
+    }
+}
+
+DKV_API dkv_result dkv_score_size(size_t *bytes, const dkv_attention *a, int nth) {
+    dkv_attention keys = dkv__keys_only(a);
+    dkv_result    r = dkv__attention_shape(&keys);
+    if (r) return r;
+    *bytes = (size_t)(dkv__probe_fixed(&keys) + (nth > 0 ? nth : dkv__default_threads()) * dkv__probe_each(&keys));
+    return DKV_OK;
+}
+
+/* par, or as many of the default threads as a workspace of fixed + nth * each bytes serves; nth 0: not even one. */
+DKV__PRIVATE dkv_parallel dkv__threads(const dkv_parallel *par, size_t ws_bytes, int64_t fixed, int64_t each) {
+    dkv_parallel own = {dkv__default_run, NULL, dkv__default_threads()};
+    size_t       fit = ws_bytes < (size_t)fixed ? 0 : (ws_bytes - (size_t)fixed) / (size_t)each;
+    if (!par && (size_t)own.nth > fit) own.nth = (int)fit;
+    if (par) own = *par;
+    if (own.nth < 1 || (size_t)own.nth > fit) own.nth = 0;
+    return own;
+}
+
+/* A query with a source asks for a row of the context. */
+DKV__PRIVATE dkv_result dkv__sources_check(const dkv_attention *a, const int64_t *source) {
+    int64_t rows = INT64_MAX;
+    for (int64_t g = 0; g < a->Hkv; g++) rows = dkv__min(rows, dkv__segment_rows(&a->context, g));
+    for (int64_t i = 0; i < a->N_q; i++) {
+        if (source[i] < -1 || source[i] >= rows) return DKV_ERR_SHAPE;
+    }
+    return DKV_OK;
+}
+
+DKV__PRIVATE dkv_result dkv__probe_check(const dkv_attention *keys, const int64_t *source) {
+    dkv_result r = dkv__attention_shape(keys);
+    if (!r) r = dkv__segment_memory(&keys->context, keys->Hkv);
+    if (!r) r = dkv__segment_memory(&keys->tail, keys->Hkv);
+    return r ? r : dkv__sources_check(keys, source);
+}
+
+DKV_API dkv_result dkv_score(int64_t *rank, const dkv_attention *a, const int64_t *source, void *ws, size_t ws_bytes,
+                             const dkv_parallel *par) {
+    dkv_attention keys = dkv__keys_only(a);
+    dkv_result    r = dkv__probe_check(&keys, source);
+    if (r) return r;
+    DKV_ASSERT(ws && (a->N_q == 0 || (a->q.data && rank && source)));
+    dkv_parallel run = dkv__threads(par, ws_bytes, dkv__probe_fixed(&keys), dkv__probe_each(&keys));
+    dkv__range   to = dkv__byte_range(rank, (size_t)(a->N_q * a->H * 8)), space = dkv__byte_range(ws, ws_bytes);
+    dkv__range   from = dkv__byte_range(source, (size_t)(a->N_q * 8));
+    if (!run.nth) return DKV_ERR_CAPACITY;
+    if (!dkv__aligned(ws, DKV__ALIGN)) return DKV_ERR_ALIGN;
+    if (dkv__overlap(to, space) || dkv__overlap(to, from) || dkv__overlap(space, from)) return DKV_ERR_OVERLAP;
+    if (dkv__input_overlaps(&keys, to) || dkv__input_overlaps(&keys, space)) return DKV_ERR_OVERLAP;
+    dkv__probe p = {&keys, source, (int64_t *)ws, 0, (char *)ws + dkv__probe_fixed(&keys)};
+    for (int64_t i = 0; i < a->N_q; i++) {
+        if (source[i] >= 0) p.asked[p.rows++] = i;
+    }
+    p.rows *= a->H / a->Hkv;
+    run.run(run.user, run.nth, dkv__probe_task, &p);
+    for (int64_t i = 0; i < a->N_q * a->H; i++) {
+        int64_t sum = 0;
+        for (int t = 0; t < run.nth; t++) sum += ((int64_t *)(void *)(p.threads + t * dkv__probe_each(&keys)))[i];
+        rank[i] = source[i / a->H] < 0 ? -1 : sum;
+    }
+    return DKV_OK;
+}
 #endif /* DKV__IMPLEMENTED */
+#endif /* DISTANCE_KV_IMPLEMENTATION */
+
+/* ==========================================================================
+   [GATES]  arithmetic, for the host and, in a .cu file, for the device
+   in:  counters; logits and noise
+   out: the same bits everywhere: no product feeds a sum but through fmaf, so no compiler can contract one
+   ========================================================================== */
+#if (defined(DISTANCE_KV_IMPLEMENTATION) || defined(__CUDACC__)) && !defined(DKV__GATE_ARITHMETIC)
+#define DKV__GATE_ARITHMETIC
+#include <math.h>
+#include <string.h>
+
+#if defined(__CUDACC__)
+#define DKV__BOTH static __host__ __device__ inline
+#elif defined(__GNUC__) || defined(__clang__)
+#define DKV__BOTH static inline __attribute__((unused))
+#else
+#define DKV__BOTH static inline
+#endif
+
+DKV__BOTH void dkv__philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
+    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
+        c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
+        c[1] = (uint32_t)b;
+        c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
+        c[3] = (uint32_t)a;
+    }
+}
+
+DKV__BOTH float dkv__gate_noise(uint64_t seed, uint32_t step, uint32_t context, int64_t gate) {
+    uint32_t c[4] = {step, context, (uint32_t)gate, (uint32_t)((uint64_t)gate >> 32)};
+    dkv__philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
+    float u = (float)(c[0] >> 8) * 5.9604644775390625e-8f; /* 2^-24, exact */
+    return u < 1e-6f ? 1e-6f : u > 0.999999f ? 0.999999f : u;
+}
+
+/* ln(1 + f) for 1 + f in sqrt(1/2)..sqrt(2): with s = f / (2 + f), 2 atanh s = f + s (2 r - f), where r is what
+   follows s in atanh's series over s; to s^9, remainder 2e-9. */
+DKV__BOTH float dkv__gate_log1p_near(float f) {
+    float s = f / (2.0f + f), t = s * s;
+    float r = fmaf(t, 1.0f / 9.0f, 1.0f / 7.0f);
+    r = fmaf(t, r, 0.2f);
+    r = fmaf(t, r, 1.0f / 3.0f);
+    return fmaf(s, fmaf(2.0f * t, r, -f), f);
+}
+
+/* ln x, x > 0 and normal: x = 2^n m, m in sqrt(1/2)..sqrt(2). Within 1 ulp. */
+DKV__BOTH float dkv__gate_log(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    int32_t n = (bits - 0x3f3504f3) >> 23; /* sqrt(1/2); an arithmetic shift */
+    bits -= (int32_t)((uint32_t)n << 23);
+    memcpy(&x, &bits, 4);
+    float y = fmaf((float)n, -2.12194440e-4f, dkv__gate_log1p_near(x - 1.0f));
+    return fmaf((float)n, 0.693359375f, y);
+}
+
+/* ln(1 - u), 0 <= u < 1: 1 - u is rounded; what was lost comes back as a quotient. */
+DKV__BOTH float dkv__gate_log1m(float u) {
+    float w = 1.0f - u;
+    if (w >= 0.70710678f) return dkv__gate_log1p_near(-u);
+    return dkv__gate_log(w) + ((1.0f - w) - u) / w;
+}
+
+/* e^x, x <= 0: dkv__exp's reduction and series, by fmaf. Adding 1.5 * 2^23 rounds to an integer. */
+DKV__BOTH float dkv__gate_exp(float x) {
+    if (x < -87.33f) return 0.0f;
+    float t = fmaf(x, 1.44269504f, 12582912.0f), n = t - 12582912.0f;
+    float r = fmaf(n, 2.12194440e-4f, fmaf(n, -0.693359375f, x));
+    float p = fmaf(r, 1.0f / 5040.0f, 1.0f / 720.0f);
+    p = fmaf(p, r, 1.0f / 120.0f);
+    p = fmaf(p, r, 1.0f / 24.0f);
+    p = fmaf(p, r, 1.0f / 6.0f);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float    two_n;
+    memcpy(&two_n, &bits, 4);
+    return p * two_n;
+}
+
+/* 1 / (1 + e^-x), and its derivative, which is exact to a few ulp at both ends. */
+DKV__BOTH float dkv__gate_sigmoid(float x, float *slope) {
+    float e = dkv__gate_exp(-fabsf(x)), r = 1.0f / (1.0f + e);
+    *slope = e * r * r;
+    return x < 0.0f ? e * r : r;
+}
+
+/* beta = 2/3, gamma = -0.1, zeta = 1.1 */
+DKV__BOTH float dkv__gate_z(float a, float u, float *dz) {
+    float slope, s = dkv__gate_sigmoid(1.5f * (dkv__gate_log(u) - dkv__gate_log1m(u) + a), &slope);
+    float z = fmaf(s, 1.2f, -0.1f);
+    *dz = z > 0.0f && z < 1.0f ? 1.8f * slope : 0.0f;
+    return z < 0.0f ? 0.0f : z > 1.0f ? 1.0f : z;
+}
+
+#define DKV__GATE_SHIFT 1.59859685f /* beta ln(zeta / -gamma) = beta ln((1 - gamma) / (zeta - 1)) = 2/3 ln 11 */
+
+DKV__BOTH float dkv__gate_p(float a, float *slope) { return dkv__gate_sigmoid(a + DKV__GATE_SHIFT, slope); }
+
+/* u + z - u z: exactly z for u = 0, u for z = 0, 1 for either 1. */
+DKV__BOTH float dkv__gate_union(float u, float z) { return fmaf(z, 1.0f - u, u); }
+
+#define DKV__GATE_OPEN    1.17549435e-38f /* 2^-126: less is closed */
+#define DKV__GATE_OPEN_LN (-87.3366f)
+#endif
+
+#ifdef DISTANCE_KV_IMPLEMENTATION
+#ifndef DKV__GATES_IMPLEMENTED
+#define DKV__GATES_IMPLEMENTED
+
+/* ---- sampling, union, penalty: cells are (layer, KV head, bin), with n gates each ---- */
+
+DKV__INLINE int64_t dkv__gate_group(const dkv_gates *g) { return g->tied ? 1 : g->H / g->Hkv; }
+DKV__INLINE int64_t dkv__gate_cells(const dkv_gates *g) { return (int64_t)g->L * g->Hkv * g->D; }
+
+/* Gate k of a cell; its neighbours in the group are D apart. */
+DKV__INLINE int64_t dkv__gate_index(const dkv_gates *g, int64_t cell, int64_t k) {
+    return (cell / g->D * dkv__gate_group(g) + k) * g->D + cell % g->D;
+}
+
+DKV_API dkv_result dkv_gates_check(const dkv_gates *g) {
+    const int32_t most = DKV__MAX_HEADS;
+    if (g->L < 1 || g->L > most || g->H < 1 || g->H > most || g->Hkv < 1 || g->Hkv > most) return DKV_ERR_FIELD;
+    if (g->D < 1 || g->D > 1 << 20) return DKV_ERR_FIELD;
+    return g->H % g->Hkv ? DKV_ERR_SHAPE : DKV_OK;
+}
+
+DKV_API int64_t dkv_gates_count(const dkv_gates *g) {
+    DKV_ASSERT(!dkv_gates_check(g));
+    return dkv__gate_cells(g) * dkv__gate_group(g);
+}
+
+DKV_API void dkv_philox(uint32_t out[4], const uint32_t counter[4], uint64_t key) {
+    memcpy(out, counter, 16);
+    dkv__philox(out, (uint32_t)key, (uint32_t)(key >> 32));
+}
+
+DKV_API float dkv_gate_noise(dkv_draw draw, int64_t gate) {
+    return dkv__gate_noise(draw.seed, draw.step, draw.context, gate);
+}
+
+DKV_API float dkv_gate_z(float a, float u, float *dz) { return dkv__gate_z(a, u, dz); }
+
+DKV_API float dkv_gate_p(float a) {
+    float slope;
+    return dkv__gate_p(a, &slope);
+}
+
+DKV_API float dkv_gate_p_one(float a) {
+    float slope;
+    return dkv__gate_sigmoid(a - DKV__GATE_SHIFT, &slope);
+}
+
+/* What a tied gate goes by: the largest of its group in x[L][H][D]. */
+DKV__PRIVATE float dkv__group_max(const dkv_gates *g, const float *x, int64_t cell) {
+    const int64_t G = g->H / g->Hkv;
+    const float  *first = x + cell / g->D * G * g->D + cell % g->D;
+    float         top = first[0];
+    for (int64_t h = 1; h < G; h++) top = first[h * g->D] > top ? first[h * g->D] : top;
+    return top;
+}
+
+DKV_API void dkv_gates_init(float *a, const dkv_gates *g, const float *S) {
+    const int64_t n = dkv_gates_count(g);
+    double        mean = 0.0;
+    for (int64_t i = 0; i < n; i++) {
+        a[i] = g->tied ? dkv__group_max(g, S, i) : S[i];
+        mean += (double)a[i] / (double)n;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        double p = 1.0 / (1.0 + exp(-(log(0.7 / 0.3) + 6.0 * ((double)a[i] - mean))));
+        p = p < 1e-3 ? 1e-3 : p > 0.999 ? 0.999 : p;
+        a[i] = (float)(log(p / (1.0 - p)) - 2.0 / 3.0 * log(11.0));
+    }
+}
+
+/* z and dz/da of the gates of a cell. */
+DKV__PRIVATE void dkv__cell_draw(float *z, float *dz, const dkv_gates *g, const float *a, dkv_draw draw, int64_t cell) {
+    for (int64_t k = 0; k < dkv__gate_group(g); k++) {
+        int64_t i = dkv__gate_index(g, cell, k);
+        z[k] = dkv__gate_z(a[i], dkv_gate_noise(draw, i), &dz[k]);
+    }
+}
+
+/* rest[k] <- product of 1 - x over all others, without division, which 1 - x = 0 would forbid. Returns the union. */
+DKV__PRIVATE float dkv__cell_union(float *rest, const float *x, int64_t n) {
+    float before = 1.0f, after = 1.0f, u = 0.0f;
+    for (int64_t k = 0; k < n; k++) {
+        rest[k] = before;
+        before *= 1.0f - x[k];
+        u = dkv__gate_union(u, x[k]);
+    }
+    for (int64_t k = n; k-- > 0;) {
+        rest[k] *= after;
+        after *= 1.0f - x[k];
+    }
+    return u;
+}
+
+DKV_API void dkv_gates_union(float *u, float *ln_u, const dkv_gates *g, const float *a, dkv_draw draw) {
+    float z[DKV__MAX_HEADS], dz[DKV__MAX_HEADS];
+    DKV_ASSERT(!dkv_gates_check(g));
+    for (int64_t cell = 0; cell < dkv__gate_cells(g); cell++) {
+        float x = 0.0f;
+        dkv__cell_draw(z, dz, g, a, draw, cell);
+        for (int64_t k = 0; k < dkv__gate_group(g); k++) x = dkv__gate_union(x, z[k]);
+        if (u) u[cell] = x;
+        if (ln_u) ln_u[cell] = x < DKV__GATE_OPEN ? -INFINITY : dkv__gate_log(x);
+    }
+}
+
+DKV_API void dkv_gates_union_backward(float *da, const dkv_gates *g, const float *a, dkv_draw draw,
+                                      const float *d_ln_u) {
+    float z[DKV__MAX_HEADS], dz[DKV__MAX_HEADS], rest[DKV__MAX_HEADS];
+    DKV_ASSERT(!dkv_gates_check(g));
+    for (int64_t cell = 0; cell < dkv__gate_cells(g); cell++) {
+        dkv__cell_draw(z, dz, g, a, draw, cell);
+        float u = dkv__cell_union(rest, z, dkv__gate_group(g));
+        if (u < DKV__GATE_OPEN) continue;
+        for (int64_t k = 0; k < dkv__gate_group(g); k++) {
+            da[dkv__gate_index(g, cell, k)] += d_ln_u[cell] / u * rest[k] * dz[k];
+        }
+    }
+}
+
+DKV_API double dkv_gates_penalty(float *da, const dkv_gates *g, const float *a, dkv_budget budget, float lambda) {
+    float         p[DKV__MAX_HEADS], slope[DKV__MAX_HEADS], rest[DKV__MAX_HEADS];
+    const int64_t n = dkv__gate_group(g), cells = dkv__gate_cells(g);
+    const int     logical = budget == DKV_BUDGET_LOGICAL;
+    const double  count = (double)(logical ? cells * n : cells);
+    double        sum = 0.0;
+    DKV_ASSERT(!dkv_gates_check(g));
+    for (int64_t cell = 0; cell < cells; cell++) {
+        for (int64_t k = 0; k < n; k++) {
+            p[k] = dkv__gate_p(a[dkv__gate_index(g, cell, k)], &slope[k]);
+            if (logical) sum += (double)p[k];
+        }
+        double u = (double)dkv__cell_union(rest, p, n);
+        if (!logical) sum += u;
+        for (int64_t k = 0; da && k < n; k++) {
+            double to = (double)slope[k] * (logical ? 1.0 : (double)rest[k]);
+            da[dkv__gate_index(g, cell, k)] += (float)((double)lambda / count * to);
+        }
+    }
+    return sum / count;
+}
+
+/* ---- optimizer ---- */
+
+DKV_API double dkv_gates_clip(float *x, int64_t n) {
+    double norm = 0.0;
+    for (int64_t i = 0; i < n; i++) norm += (double)x[i] * (double)x[i];
+    norm = sqrt(norm);
+    for (int64_t i = 0; norm + 1e-6 > 1.0 && i < n; i++) x[i] = (float)((double)x[i] / (norm + 1e-6));
+    return norm;
+}
+
+DKV_API void dkv_gates_adamw(float *a, float *m, float *v, const float *da, int64_t n, int64_t t, double rate) {
+    const double b1 = 0.9, b2 = 0.999;
+    const double bias1 = 1.0 - exp((double)t * log(b1)), bias2 = 1.0 - exp((double)t * log(b2));
+    DKV_ASSERT(t >= 1);
+    for (int64_t i = 0; i < n; i++) {
+        double x = (double)da[i];
+        m[i] = (float)(b1 * (double)m[i] + (1.0 - b1) * x);
+        v[i] = (float)(b2 * (double)v[i] + (1.0 - b2) * x * x);
+        a[i] = (float)((double)a[i] - rate * ((double)m[i] / bias1) / (sqrt((double)v[i] / bias2) + 1e-8));
+    }
+}
+
+/* ---- exact Top-K: radix selection of the K-th key, then ties in order; no memory ---- */
+
+typedef struct dkv__ranking {
+    const dkv_gates *g;
+    const float     *a;
+    int              cells, by_p; /* rank cells by their best gate; by p instead of a */
+} dkv__ranking;
+
+/* Unsigned integers in the order of the floats; -0 counts as 0. */
+DKV__INLINE uint32_t dkv__rank_key(const dkv__ranking *r, int64_t i) {
+    float    slope, x = !r->cells || r->g->tied ? r->a[i] : dkv__group_max(r->g, r->a, i);
+    uint32_t bits;
+    if (r->by_p) x = dkv__gate_p(x, &slope);
+    bits = dkv__bits_of(x + 0.0f);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/* The key of the last of the K first of n; *ties <- how many of that key are among them. */
+DKV__PRIVATE uint32_t dkv__rank_cut(const dkv__ranking *r, int64_t n, int64_t K, int64_t *ties) {
+    uint32_t cut = 0, known = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int64_t  bins[256] = {0};
+        uint32_t byte = 255;
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t key = dkv__rank_key(r, i);
+            if ((key & known) == cut) bins[key >> shift & 255u]++;
+        }
+        for (; K > bins[byte]; byte--) K -= bins[byte];
+        cut |= byte << shift;
+        known |= 255u << shift;
+    }
+    *ties = K;
+    return cut;
+}
+
+DKV_API dkv_result dkv_gates_top(unsigned char *M, int64_t *K, const dkv_gates *g, const float *a, dkv_budget budget,
+                                 double rho, int by_p) {
+    const dkv__ranking r = {g, a, g->tied || budget == DKV_BUDGET_PHYSICAL, by_p};
+    DKV_ASSERT(!dkv_gates_check(g));
+    if (!(rho >= 0.0 && rho <= 1.0)) return DKV_ERR_FIELD;
+    const int64_t G = g->H / g->Hkv, n = r.cells ? dkv__gate_cells(g) : dkv__gate_cells(g) * G;
+    const int64_t copies = r.cells ? G : 1, want = (int64_t)rint(rho * (double)n);
+    int64_t       ties;
+    uint32_t      cut = dkv__rank_cut(&r, n, want, &ties);
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t       key = dkv__rank_key(&r, i);
+        unsigned char *to = M + i / g->D * copies * g->D + i % g->D, in = key > cut || (key == cut && ties-- > 0);
+        for (int64_t h = 0; h < copies; h++) to[h * g->D] = in;
+    }
+    *K = want * copies;
+    return DKV_OK;
+}
+
+DKV_API void dkv_gates_or(unsigned char *open, const dkv_gates *g, const unsigned char *M) {
+    const int64_t G = g->H / g->Hkv;
+    for (int64_t cell = 0; cell < dkv__gate_cells(g); cell++) {
+        const unsigned char *first = M + cell / g->D * G * g->D + cell % g->D;
+        open[cell] = 0;
+        for (int64_t h = 0; h < G; h++) open[cell] |= first[h * g->D];
+    }
+}
+
+DKV_API void dkv_gates_export(dkv_pattern *out, void *bits, void *p, const dkv_gates *g, const unsigned char *M,
+                              const float *a) {
+    const int64_t G = g->H / g->Hkv;
+    out->L = g->L;
+    out->H = g->H;
+    out->Hkv = g->Hkv;
+    out->D = g->D;
+    out->bits = bits;
+    out->p = p;
+    memset(bits, 0, (size_t)dkv__bits_bytes(out));
+    for (int64_t i = 0; i < dkv__gate_cells(g) * G; i++) {
+        int64_t row = i / g->D, gate = g->tied ? row / G * g->D + i % g->D : i;
+        if (M[i]) dkv_bits_set(bits, out, (int)(row / g->H), (int)(row % g->H), i % g->D, 1);
+        if (p) dkv__set_element((char *)p + 2 * i, DKV_F16, dkv_gate_p(a[gate]));
+    }
+    out->K = dkv_pattern_count(out);
+}
+
+/* ---- gated attention ----
+   Work items, each one thread's: a block of query rows of a KV head, over all keys; and in backward the own keys of a
+   suffix, over all their rows. Rows are (suffix, query, head of the group), suffix first. Sizes alone cut items, and
+   what blocks share (d ln u) is summed in their order, so that bits do not depend on threads. */
+
+#define DKV__GATED_TILE 128 /* keys looked at together; a tile never crosses a bin, so it has one gate */
+#define DKV__GATED_ROWS 384 /* query rows that share one conversion of a tile; their q and o stay in L2 */
+
+typedef struct dkv__gated_item {
+    const dkv_gated *c;
+    int64_t          g, row, rows; /* rows row .. row + rows - 1 of KV head g */
+    int64_t          x;            /* or, if not -1, the keys of this suffix */
+    double          *sums;         /* [D], for d ln u */
+} dkv__gated_item;
+
+/* A pass over a batch. Workspace: sums of every row block, then one scratch per thread. */
+typedef struct dkv__gated_pass {
+    const dkv_gated *c;
+    int64_t          n, rows, wk, wv; /* of c; the largest row block, K and V width */
+    int64_t          sums;            /* doubles */
+    int              backward;
+    void            *ws;
+} dkv__gated_pass;
+
+/* One thread's scratch. Softmax 0 is the relaxed one, 1 the open one. Backward has dO in o[0], LSEs in max. */
+typedef struct dkv__gated_work {
+    const dkv__kernels *f;
+    const dkv_gated    *c;
+    int64_t             wk, wv;
+    int                 backward;
+    float *q, *dq;                      /* [rows][wk] */
+    float *o[2], *max[2], *sum[2];      /* [rows][wv], [rows], [rows] */
+    float *delta;                       /* [rows] rowsum(O_relaxed * dO) */
+    float *s[2];                        /* [DKV__ROWS][DKV__TILE] */
+    float *k, *v, *k_blocks, *v_blocks; /* a tile as rows of wk and wv, and as packed K */
+    float *dk, *dv;                     /* a tile, as k and v */
+    double *sums;
+    float  ones[DKV__ROWS];
+} dkv__gated_work;
+
+typedef struct dkv__gated_tile {
+    int64_t n, bin; /* keys; bin -1: gate 1 */
+    float   ln_u;
+    int     on[2];  /* which softmax has them */
+} dkv__gated_tile;
+
+DKV__INLINE int64_t dkv__gated_rows(const dkv_gated *c) { /* of one KV head */
+    int64_t queries = 0;
+    for (int64_t i = 0; i < c->n_suffix; i++) queries += c->suffix[i].N_q;
+    return queries * (c->H / c->Hkv);
+}
+
+DKV__INLINE int64_t dkv__gated_blocks(const dkv_gated *c) { return dkv__ceil_div(dkv__gated_rows(c), DKV__GATED_ROWS); }
+
+DKV__PRIVATE dkv__gated_pass dkv__gated_pass_of(const dkv_gated *c, int64_t n, int backward) {
+    dkv__gated_pass p;
+    memset(&p, 0, sizeof p);
+    p.c = c;
+    p.n = n;
+    p.backward = backward;
+    for (; n > 0; n--, c++) {
+        p.rows = dkv__max(p.rows, dkv__round_up(dkv__min(dkv__gated_rows(c), DKV__GATED_ROWS), 16));
+        p.wk = dkv__max(p.wk, dkv__v_width(c->d_k));
+        p.wv = dkv__max(p.wv, dkv__v_width(c->d_v));
+        p.sums += c->Hkv * dkv__gated_blocks(c) * c->D;
+    }
+    p.sums = dkv__round_up(p.sums, 8);
+    return p;
+}
+
+DKV__INLINE int64_t dkv__gated_floats(const dkv__gated_pass *p) {
+    return p->rows * (2 * p->wk + 2 * p->wv + 5) + 2 * DKV__ROWS * DKV__TILE + 3 * DKV__GATED_TILE * (p->wk + p->wv);
+}
+
+DKV__INLINE float *dkv__take_floats(float **at, int64_t n) {
+    float *p = *at;
+    *at += n;
+    return p;
+}
+
+DKV__PRIVATE dkv__gated_work dkv__gated_work_of(const dkv__gated_pass *p, int ith) {
+    const int64_t   rows = p->rows, tile = DKV__GATED_TILE;
+    float          *at = (float *)p->ws + p->sums * 2 + ith * dkv__gated_floats(p);
+    dkv__gated_work w;
+    memset(&w, 0, sizeof w);
+    w.f = dkv__simd();
+    w.backward = p->backward;
+    w.q = dkv__take_floats(&at, rows * p->wk);
+    w.dq = dkv__take_floats(&at, rows * p->wk);
+    for (int i = 0; i < 2; i++) {
+        w.o[i] = dkv__take_floats(&at, rows * p->wv);
+        w.max[i] = dkv__take_floats(&at, rows);
+        w.sum[i] = dkv__take_floats(&at, rows);
+        w.s[i] = dkv__take_floats(&at, DKV__ROWS * DKV__TILE);
+    }
+    w.delta = dkv__take_floats(&at, rows);
+    w.k = dkv__take_floats(&at, tile * p->wk);
+    w.dk = dkv__take_floats(&at, tile * p->wk);
+    w.k_blocks = dkv__take_floats(&at, tile * p->wk);
+    w.v = dkv__take_floats(&at, tile * p->wv);
+    w.dv = dkv__take_floats(&at, tile * p->wv);
+    w.v_blocks = dkv__take_floats(&at, tile * p->wv);
+    for (int r = 0; r < DKV__ROWS; r++) w.ones[r] = 1.0f;
+    return w;
+}
+
+/* The tile that begins at pos: sink, bins and recent are each cut backwards from their ends. */
+DKV__PRIVATE dkv__gated_tile dkv__gated_tile_at(const dkv_gated *c, int64_t g, int64_t pos) {
+    const int64_t   far = c->T_c - c->R;
+    int64_t         end = c->T_c;
+    dkv__gated_tile t = {0, -1, 0.0f, {1, c->open != NULL}};
+    if (c->S < far && pos < c->S) {
+        end = c->S;
+    } else if (c->S < far && pos < far) {
+        t.bin = (far - 1 - pos) / c->W;
+        t.ln_u = c->ln_u[g * c->D + t.bin];
+        t.on[0] = t.ln_u >= DKV__GATE_OPEN_LN;
+        t.on[1] = c->open && c->open[g * c->D + t.bin];
+        end = far - c->W * t.bin;
+    }
+    t.n = (end - pos - 1) % DKV__GATED_TILE + 1;
+    return t;
+}
+
+/* Rows [n][d], ld apart, as packed K in f32: blocks of 16 keys, slack zero. */
+DKV__PRIVATE void dkv__to_blocks(float *out, const float *x, int64_t ld, int64_t d, int64_t n) {
+    for (int64_t t0 = 0; t0 < n; t0 += DKV__BLOCK) {
+        int64_t m = dkv__min(n - t0, DKV__BLOCK);
+        for (int64_t j = 0; j < d; j++, out += DKV__BLOCK) {
+            for (int64_t t = 0; t < m; t++) out[t] = x[(t0 + t) * ld + j];
+            for (int64_t t = m; t < DKV__BLOCK; t++) out[t] = 0.0f;
+        }
+    }
+}
+
+DKV__PRIVATE void dkv__gated_keys(dkv__gated_work *w, const dkv_segment *s, int64_t g, int64_t pos, int64_t n) {
+    const int64_t d_k = w->c->d_k, d_v = w->c->d_v;
+    dkv__head     from;
+    memset(&from, 0, sizeof from);
+    if (s->packed) from = dkv__head_of(s->packed, g);
+    for (int64_t i = 0; i < n; i++) {
+        float *k = w->k + i * w->wk, *v = w->v + i * w->wv;
+        dkv__segment_get(k, v, s, &from, g, pos + i, d_k, d_v, w->f);
+        memset(k + d_k, 0, (size_t)(w->wk - d_k) * sizeof *k);
+        memset(v + d_v, 0, (size_t)(w->wv - d_v) * sizeof *v);
+    }
+    dkv__to_blocks(w->k_blocks, w->k, w->wk, d_k, n);
+    if (w->backward) dkv__to_blocks(w->v_blocks, w->v, w->wv, d_v, n);
+}
+
+typedef struct dkv__gated_row { const dkv_suffix *x; int64_t i, h; } dkv__gated_row;
+
+DKV__PRIVATE dkv__gated_row dkv__gated_row_at(const dkv_gated *c, int64_t g, int64_t row) {
+    const int64_t  G = c->H / c->Hkv;
+    dkv__gated_row at = {c->suffix, 0, 0};
+    for (; row >= at.x->N_q * G; at.x++) row -= at.x->N_q * G;
+    at.i = row / G;
+    at.h = g * G + row % G;
+    return at;
+}
+
+/* Rows row .. of KV head g into rows 0 .. of the scratch: queries, and what backward starts from. */
+DKV__PRIVATE void dkv__gated_load(dkv__gated_work *w, int64_t g, int64_t row, int64_t n) {
+    const dkv_gated *c = w->c;
+    const float      scale = dkv__scale_or_default(c->scale, c->d_k);
+    for (int64_t r = 0; r < n; r++) {
+        dkv__gated_row at = dkv__gated_row_at(c, g, row + r);
+        float         *d_out = w->o[0] + r * w->wv, *out = w->o[1] + r * w->wv;
+        dkv__load_query(w->q + r * w->wk, &at.x->q, at.i, at.h, c->d_k, scale, NULL, w->f);
+        if (!w->backward) continue;
+        double delta = 0.0;
+        dkv__load_row(d_out, &at.x->d_out, at.i, at.h, c->d_v, w->f);
+        dkv__load_row(out, c->open ? &at.x->out_relaxed : &at.x->out, at.i, at.h, c->d_v, w->f);
+        for (int64_t j = 0; j < c->d_v; j++) delta += (double)out[j] * (double)d_out[j];
+        w->delta[r] = (float)delta;
+        w->max[1][r] = at.x->lse[at.i * c->H + at.h];
+        w->max[0][r] = c->open ? at.x->lse_relaxed[at.i * c->H + at.h] : w->max[1][r];
+    }
+}
+
+/* What is done with the first n keys of a tile, for m rows of the scratch from r on. */
+typedef void dkv__gated_visit(dkv__gated_work *w, const dkv__gated_tile *t, int64_t r, int64_t m, int64_t n);
+
+DKV__PRIVATE void dkv__gated_over_context(dkv__gated_work *w, const dkv__gated_item *it, dkv__gated_visit *visit) {
+    dkv__gated_tile t;
+    for (int64_t pos = 0; pos < it->c->T_c; pos += t.n) {
+        t = dkv__gated_tile_at(it->c, it->g, pos);
+        if (!t.on[0] && (w->backward || !t.on[1])) continue; /* K and V of what is closed are never read */
+        dkv__gated_keys(w, &it->c->context, it->g, pos, t.n);
+        for (int64_t r = 0; r < it->rows; r += DKV__ROWS) visit(w, &t, r, dkv__min(it->rows - r, DKV__ROWS), t.n);
+    }
+}
+
+/* Visits the own keys of a suffix from pos on, which are loaded, for its rows begin .. end - 1, which are rows at .. of
+   the scratch: in groups that see equally many, so that no row multiplies a key that it does not see. */
+DKV__PRIVATE void dkv__gated_causal(dkv__gated_work *w, int64_t pos, int64_t n, int64_t begin, int64_t end, int64_t at,
+                                    dkv__gated_visit *visit) {
+    const int64_t   G = w->c->H / w->c->Hkv;
+    dkv__gated_tile t = {n, -1, 0.0f, {1, w->c->open != NULL}};
+    for (int64_t row = dkv__max(begin, pos * G), m; row < end; row += m) {
+        int64_t seen = dkv__min(row / G + 1 - pos, n), last = seen < n ? dkv__min((row / G + 1) * G, end) : end;
+        m = dkv__min(last - row, DKV__ROWS);
+        visit(w, &t, at + row - begin, m, seen);
+    }
+}
+
+DKV__PRIVATE void dkv__gated_over_suffixes(dkv__gated_work *w, const dkv__gated_item *it, dkv__gated_visit *visit) {
+    const int64_t G = it->c->H / it->c->Hkv;
+    int64_t       first = 0;
+    for (int64_t i = 0; i < it->c->n_suffix; i++) {
+        const dkv_suffix *x = &it->c->suffix[i];
+        dkv_segment       own = dkv_strided(x->k, x->v, x->N_q);
+        int64_t           begin = dkv__max(it->row - first, 0), end = dkv__min(it->row + it->rows - first, x->N_q * G);
+        for (int64_t pos = 0, keys = dkv__ceil_div(end, G); begin < end && pos < keys; pos += DKV__GATED_TILE) {
+            int64_t n = dkv__min(keys - pos, DKV__GATED_TILE);
+            dkv__gated_keys(w, &own, it->g, pos, n);
+            dkv__gated_causal(w, pos, n, begin, end, first + begin - it->row, visit);
+        }
+        first += x->N_q * G;
+    }
+}
+
+DKV__INLINE void dkv__add_gate(float *s, int64_t m, int64_t n, float ln_u) {
+    for (int64_t r = 0; ln_u != 0.0f && r < m; r++, s += DKV__TILE) {
+        for (int64_t t = 0; t < n; t++) s[t] += ln_u;
+    }
+}
+
+/* ---- forward: both softmaxes from one pass over the scores ---- */
+
+DKV__PRIVATE void dkv__gated_attend_rows(dkv__gated_work *w, const dkv__gated_tile *t, int64_t r, int64_t m,
+                                         int64_t n) {
+    float alpha[DKV__ROWS];
+    w->f->scores(w->s[!t->on[0]], w->q + r * w->wk, w->wk, m, w->k_blocks, DKV_F32, w->c->d_k, n);
+    if (t->on[0] && t->on[1]) memcpy(w->s[1], w->s[0], (size_t)(m * DKV__TILE) * sizeof(float));
+    if (t->on[0]) dkv__add_gate(w->s[0], m, n, t->ln_u);
+    for (int i = 0; i < 2; i++) {
+        if (!t->on[i]) continue;
+        w->f->softmax(w->s[i], w->max[i] + r, w->sum[i] + r, alpha, m, n, 0.0f);
+        w->f->mix(w->o[i] + r * w->wv, w->wv, w->s[i], alpha, m, w->v, DKV_F32, w->wv, n);
+    }
+}
+
+DKV__PRIVATE void dkv__gated_store(dkv__gated_work *w, int64_t r, int side, const dkv_tensor *out, float *lse,
+                                   const dkv__gated_row *at) {
+    float *o = w->o[side] + r * w->wv, sum = w->sum[side][r];
+    for (int64_t j = 0; j < w->c->d_v; j++) o[j] /= sum; /* a row sees its own key: sum > 0, or NaN */
+    dkv__store_row(out, at->i, at->h, o, w->c->d_v, w->f);
+    lse[at->i * w->c->H + at->h] = (float)((double)w->max[side][r] + log((double)sum));
+}
+
+DKV__PRIVATE void dkv__gated_attend_block(dkv__gated_work *w, const dkv__gated_item *it) {
+    dkv__gated_load(w, it->g, it->row, it->rows);
+    for (int i = 0; i < 2; i++) {
+        memset(w->o[i], 0, (size_t)(it->rows * w->wv) * sizeof(float));
+        for (int64_t r = 0; r < it->rows; r++) {
+            w->max[i][r] = -INFINITY;
+            w->sum[i][r] = 0.0f;
+        }
+    }
+    dkv__gated_over_context(w, it, dkv__gated_attend_rows);
+    dkv__gated_over_suffixes(w, it, dkv__gated_attend_rows);
+    for (int64_t r = 0; r < it->rows; r++) {
+        dkv__gated_row at = dkv__gated_row_at(it->c, it->g, it->row + r);
+        int            side = it->c->open != NULL;
+        dkv__gated_store(w, r, side, &at.x->out, at.x->lse, &at);
+        if (side) dkv__gated_store(w, r, 0, &at.x->out_relaxed, at.x->lse_relaxed, &at);
+    }
+}
+
+/* ---- backward: P from the LSE, dP = dO V^T, dS = P (dP - delta) ---- */
+
+/* s[m][n] <- P. An LSE below the row's greatest logit, by rounding, gives way to it: no weight is above 1. */
+DKV__PRIVATE void dkv__gated_weights(dkv__gated_work *w, float *s, const float *lse, float ln_u, int64_t r, int64_t m,
+                                     int64_t n) {
+    float max[DKV__ROWS], sum[DKV__ROWS] = {0}, alpha[DKV__ROWS];
+    memcpy(max, lse + r, (size_t)m * sizeof *max);
+    w->f->scores(s, w->q + r * w->wk, w->wk, m, w->k_blocks, DKV_F32, w->c->d_k, n);
+    dkv__add_gate(s, m, n, ln_u);
+    w->f->softmax(s, max, sum, alpha, m, n, 0.0f);
+}
+
+/* s[0] <- P relaxed, s[1] <- dS. Returns the sum of dS: in f32 by 16 lanes, each of at most 24 * 8 terms. */
+DKV__PRIVATE double dkv__gated_ds(dkv__gated_work *w, const dkv__gated_tile *t, int64_t r, int64_t m, int64_t n) {
+    float  lane[16] = {0};
+    double sum = 0.0;
+    dkv__gated_weights(w, w->s[0], w->max[0], t->ln_u, r, m, n);
+    w->f->scores(w->s[1], w->o[0] + r * w->wv, w->wv, m, w->v_blocks, DKV_F32, w->c->d_v, n);
+    for (int64_t k = 0; k < m; k++) {
+        const float *p = w->s[0] + k * DKV__TILE, delta = w->delta[r + k];
+        float       *ds = w->s[1] + k * DKV__TILE;
+        int64_t      i = 0;
+        for (; i + 16 <= n; i += 16) {
+            for (int64_t j = 0; j < 16; j++) lane[j] += ds[i + j] = p[i + j] * (ds[i + j] - delta);
+        }
+        for (; i < n; i++) lane[i % 16] += ds[i] = p[i] * (ds[i] - delta);
+    }
+    for (int j = 0; j < 16; j++) sum += (double)lane[j];
+    return sum;
+}
+
+DKV__PRIVATE void dkv__gated_query_rows(dkv__gated_work *w, const dkv__gated_tile *t, int64_t r, int64_t m,
+                                        int64_t n) {
+    double sum = dkv__gated_ds(w, t, r, m, n);
+    if (t->bin >= 0) w->sums[t->bin] += sum;
+    w->f->mix(w->dq + r * w->wk, w->wk, w->s[1], w->ones, m, w->k, DKV_F32, w->wk, n);
+}
+
+DKV__PRIVATE void dkv__gated_query_block(dkv__gated_work *w, const dkv__gated_item *it) {
+    const float scale = dkv__scale_or_default(it->c->scale, it->c->d_k);
+    w->sums = it->sums;
+    memset(w->sums, 0, (size_t)it->c->D * sizeof(double));
+    memset(w->dq, 0, (size_t)(it->rows * w->wk) * sizeof(float));
+    dkv__gated_load(w, it->g, it->row, it->rows);
+    dkv__gated_over_context(w, it, dkv__gated_query_rows);
+    dkv__gated_over_suffixes(w, it, dkv__gated_query_rows);
+    for (int64_t r = 0; r < it->rows; r++) {
+        dkv__gated_row at = dkv__gated_row_at(it->c, it->g, it->row + r);
+        float         *dq = w->dq + r * w->wk;
+        for (int64_t j = 0; j < it->c->d_k; j++) dq[j] *= scale;
+        dkv__store_row(&at.x->dq, at.i, at.h, dq, it->c->d_k, w->f);
+    }
+}
+
+/* dK += dS^T scale Q, dV += P^T dO, with the P that made the output. */
+DKV__PRIVATE void dkv__gated_key_rows(dkv__gated_work *w, const dkv__gated_tile *t, int64_t r, int64_t m, int64_t n) {
+    dkv__gated_ds(w, t, r, m, n);
+    if (w->c->open) dkv__gated_weights(w, w->s[0], w->max[1], 0.0f, r, m, n);
+    for (int64_t k = 0; k < m; k++) {
+        const float *p = w->s[0] + k * DKV__TILE, *ds = w->s[1] + k * DKV__TILE;
+        for (int64_t i = 0; i < n; i++) {
+            w->f->axpy(w->dk + i * w->wk, ds[i], w->q + (r + k) * w->wk, w->c->d_k);
+            w->f->axpy(w->dv + i * w->wv, p[i], w->o[0] + (r + k) * w->wv, w->c->d_v);
+        }
+    }
+}
+
+DKV__PRIVATE void dkv__gated_key_block(dkv__gated_work *w, const dkv__gated_item *it) {
+    const dkv_suffix *x = &it->c->suffix[it->x];
+    const int64_t     G = it->c->H / it->c->Hkv, end = x->N_q * G;
+    dkv_segment       own = dkv_strided(x->k, x->v, x->N_q);
+    int64_t           first = 0;
+    for (int64_t i = 0; i < it->x; i++) first += it->c->suffix[i].N_q * G;
+    for (int64_t pos = 0, n; pos < x->N_q; pos += n) {
+        n = dkv__min(x->N_q - pos, DKV__GATED_TILE);
+        dkv__gated_keys(w, &own, it->g, pos, n);
+        memset(w->dk, 0, (size_t)(n * w->wk) * sizeof(float));
+        memset(w->dv, 0, (size_t)(n * w->wv) * sizeof(float));
+        for (int64_t row = pos * G, rows; row < end; row += rows) {
+            rows = dkv__min(end - row, DKV__GATED_ROWS);
+            dkv__gated_load(w, it->g, first + row, rows);
+            dkv__gated_causal(w, pos, n, row, row + rows, 0, dkv__gated_key_rows);
+        }
+        for (int64_t i = 0; i < n; i++) {
+            dkv__store_row(&x->dk, pos + i, it->g, w->dk + i * w->wk, it->c->d_k, w->f);
+            dkv__store_row(&x->dv, pos + i, it->g, w->dv + i * w->wv, it->c->d_v, w->f);
+        }
+    }
+}
+
+/* Sums of the row blocks, in their order. */
+DKV__PRIVATE void dkv__gated_gate_gradients(const dkv__gated_pass *p) {
+    const double *sums = (const double *)p->ws;
+    for (const dkv_gated *c = p->c; c < p->c + p->n; c++) {
+        const int64_t blocks = dkv__gated_blocks(c);
+        for (int64_t i = 0; i < c->Hkv * c->D; i++) {
+            double sum = 0.0;
+            for (int64_t b = 0; b < blocks; b++) sum += sums[(i / c->D * blocks + b) * c->D + i % c->D];
+            c->d_ln_u[i] = (float)sum;
+        }
+        sums += c->Hkv * blocks * c->D;
+    }
+}
+
+/* ---- the passes ---- */
+
+/* Item i of a context: row blocks first, by KV head, then suffixes. */
+DKV__PRIVATE dkv__gated_item dkv__gated_item_at(const dkv_gated *c, int64_t i, double *sums) {
+    const int64_t   blocks = dkv__gated_blocks(c), all = dkv__gated_rows(c);
+    dkv__gated_item it = {c, 0, 0, 0, -1, sums + i * c->D};
+    if (i < c->Hkv * blocks) {
+        int64_t step = dkv__ceil_div(all, blocks);
+        it.g = i / blocks;
+        it.row = i % blocks * step;
+        it.rows = dkv__min(all - it.row, step);
+    } else {
+        it.g = (i - c->Hkv * blocks) / c->n_suffix;
+        it.x = (i - c->Hkv * blocks) % c->n_suffix;
+    }
+    return it;
+}
+
+DKV__PRIVATE void dkv__gated_task(void *arg, int ith, int nth) {
+    const dkv__gated_pass *p = (const dkv__gated_pass *)arg;
+    dkv__gated_work        w = dkv__gated_work_of(p, ith);
+    double                *sums = (double *)p->ws;
+    int64_t                turn = 0;
+    for (const dkv_gated *c = p->c; c < p->c + p->n; c++) {
+        int64_t blocks = c->Hkv * dkv__gated_blocks(c), items = blocks + (p->backward ? c->Hkv * c->n_suffix : 0);
+        w.c = c;
+        w.wk = dkv__v_width(c->d_k);
+        w.wv = dkv__v_width(c->d_v);
+        for (int64_t i = 0; i < items; i++, turn++) {
+            if (turn % nth != ith) continue;
+            dkv__gated_item it = dkv__gated_item_at(c, i, sums);
+            if (it.x >= 0) dkv__gated_key_block(&w, &it);
+            else if (w.backward) dkv__gated_query_block(&w, &it);
+            else dkv__gated_attend_block(&w, &it);
+        }
+        sums += blocks * c->D;
+    }
+}
+
+DKV__PRIVATE dkv_result dkv__suffix_check(const dkv_gated *c, const dkv_suffix *x, int backward) {
+    dkv_segment own = dkv_strided(x->k, x->v, x->N_q), grad = dkv_strided(x->dk, x->dv, x->N_q);
+    dkv_result  r = x->N_q < 0 || x->N_q > INT32_MAX ? DKV_ERR_SHAPE : dkv__segment_check(&own, c->Hkv, c->d_k, c->d_v);
+    int         ok = dkv__tensor_type_ok(x->q.type) && dkv__tensor_type_ok(x->out.type);
+    if (c->open) ok = ok && dkv__tensor_type_ok(x->out_relaxed.type);
+    if (backward) ok = ok && dkv__tensor_type_ok(x->d_out.type) && dkv__tensor_type_ok(x->dq.type);
+    if (!r && backward) r = dkv__segment_check(&grad, c->Hkv, c->d_k, c->d_v);
+    return r ? r : ok ? DKV_OK : DKV_ERR_TYPE;
+}
+
+/* Shapes and types; the context's rows. */
+DKV__PRIVATE dkv_result dkv__gated_check(const dkv_gated *c, int backward) {
+    const dkv_gates gates = {1, c->H, c->Hkv, (int32_t)dkv__min(c->D, INT32_MAX), 0};
+    dkv_result      r = c->D < 1 ? DKV_ERR_FIELD : dkv_gates_check(&gates);
+    if (r) return r;
+    if (!dkv__d_ok(c->d_k) || !dkv__d_ok(c->d_v) || c->n_suffix < 0) return DKV_ERR_SHAPE;
+    if (c->T_c < 0 || c->T_c > DKV__FAR || c->W < 1 || c->W > DKV__FAR) return DKV_ERR_FIELD;
+    if (c->S < 0 || c->S > DKV__FAR || c->R < 0 || c->R > DKV__FAR) return DKV_ERR_FIELD;
+    if (!(c->scale >= 0.0f && c->scale <= 3.0e38f)) return DKV_ERR_FIELD;
+    if (c->T_c > c->S + c->R + c->W * c->D) return DKV_ERR_RANGE;
+    r = dkv__segment_check(&c->context, c->Hkv, c->d_k, c->d_v);
+    for (int64_t g = 0; !r && g < c->Hkv; g++) {
+        if (dkv__segment_rows(&c->context, g) != c->T_c) r = DKV_ERR_SHAPE;
+    }
+    for (int64_t i = 0; !r && i < c->n_suffix; i++) r = dkv__suffix_check(c, &c->suffix[i], backward);
+    return r;
+}
+
+/* Whether something that a pass writes, or its workspace, meets something else that it writes or reads. */
+DKV__PRIVATE int dkv__suffix_overlaps(const dkv_gated *c, const dkv_suffix *x, int backward, dkv__range ws) {
+    const size_t     cells = (size_t)(c->Hkv * c->D), lse = (size_t)(x->N_q * c->H) * sizeof(float);
+    const dkv__range none = {0, 0};
+    const dkv__range made[4] = {dkv__tensor_range(&x->out, x->N_q, c->H, c->d_v), dkv__byte_range(x->lse, lse),
+                                c->open ? dkv__tensor_range(&x->out_relaxed, x->N_q, c->H, c->d_v) : none,
+                                c->open ? dkv__byte_range(x->lse_relaxed, lse) : none};
+    const dkv__range grad[4] = {dkv__tensor_range(&x->dq, x->N_q, c->H, c->d_k),
+                                dkv__tensor_range(&x->dk, x->N_q, c->Hkv, c->d_k),
+                                dkv__tensor_range(&x->dv, x->N_q, c->Hkv, c->d_v),
+                                dkv__byte_range(c->d_ln_u, cells * 4)};
+    const dkv__range read[6] = {dkv__tensor_range(&x->q, x->N_q, c->H, c->d_k),
+                                dkv__tensor_range(&x->k, x->N_q, c->Hkv, c->d_k),
+                                dkv__tensor_range(&x->v, x->N_q, c->Hkv, c->d_v), dkv__byte_range(c->ln_u, cells * 4),
+                                dkv__byte_range(c->open, c->open ? cells : 0),
+                                dkv__tensor_range(&x->d_out, x->N_q, c->H, c->d_v)};
+    dkv__range       all[15] = {ws}; /* 5 written, 5 read; backward reads 5 more */
+    int              meet = 0;
+    memcpy(all + 1, backward ? grad : made, sizeof made);
+    memcpy(all + 5, read, sizeof read);
+    memcpy(all + 11, made, sizeof made);
+    for (int i = 0; i < 5; i++) {
+        for (int j = i + 1; j < (backward ? 15 : 10); j++) meet |= dkv__overlap(all[i], all[j]);
+        meet |= dkv__segment_overlaps(&c->context, c->Hkv, c->d_k, c->d_v, all[i]);
+    }
+    return meet;
+}
+
+DKV__PRIVATE dkv_result dkv__gated_run(const dkv_gated *c, int64_t n, void *ws, size_t ws_bytes,
+                                       const dkv_parallel *par, int backward) {
+    dkv_result r = DKV_OK;
+    DKV_ASSERT(n >= 0 && ws);
+    for (int64_t i = 0; !r && i < n; i++) r = dkv__gated_check(&c[i], backward);
+    for (int64_t i = 0; !r && i < n; i++) r = dkv__segment_memory(&c[i].context, c[i].Hkv);
+    if (r) return r;
+    dkv__gated_pass p = dkv__gated_pass_of(c, n, backward);
+    dkv_parallel    run = dkv__threads(par, ws_bytes, p.sums * 8, dkv__gated_floats(&p) * 4);
+    if (!run.nth) return DKV_ERR_CAPACITY;
+    if (!dkv__aligned(ws, DKV__ALIGN)) return DKV_ERR_ALIGN;
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t x = 0; x < c[i].n_suffix; x++) {
+            if (dkv__suffix_overlaps(&c[i], &c[i].suffix[x], backward, dkv__byte_range(ws, ws_bytes))) {
+                return DKV_ERR_OVERLAP;
+            }
+        }
+    }
+    p.ws = ws;
+    run.run(run.user, run.nth, dkv__gated_task, &p);
+    if (backward) dkv__gated_gate_gradients(&p);
+    return DKV_OK;
+}
+
+DKV_API dkv_result dkv_gated_size(size_t *bytes, const dkv_gated *c, int64_t n, int nth) {
+    dkv_result r = DKV_OK;
+    for (int64_t i = 0; !r && i < n; i++) r = dkv__gated_check(&c[i], 0);
+    if (r) return r;
+    dkv__gated_pass p = dkv__gated_pass_of(c, n, 1);
+    int64_t         threads = nth > 0 ? nth : dkv__default_threads();
+    *bytes = (size_t)(p.sums * 8 + threads * dkv__max(dkv__gated_floats(&p) * 4, DKV__ALIGN));
+    return DKV_OK;
+}
+
+DKV_API dkv_result dkv_gated_forward(const dkv_gated *c, int64_t n, void *ws, size_t ws_bytes,
+                                     const dkv_parallel *par) {
+    return dkv__gated_run(c, n, ws, ws_bytes, par, 0);
+}
+
+DKV_API dkv_result dkv_gated_backward(const dkv_gated *c, int64_t n, void *ws, size_t ws_bytes,
+                                      const dkv_parallel *par) {
+    return dkv__gated_run(c, n, ws, ws_bytes, par, 1);
+}
+#endif /* DKV__GATES_IMPLEMENTED */
 #endif /* DISTANCE_KV_IMPLEMENTATION */
 
 /* Licence: MIT or public domain (www.unlicense.org), at your choice. The full texts stand in LICENSE; this notice and

@@ -46,7 +46,7 @@ info() { "$DKV" info "$@" --json > "$t/info.json" || echo '{}' > "$t/info.json";
 
 # ---- usage
 equal "--version" "$("$DKV" --version | cut -d' ' -f1)" dkv
-for command in run info pattern plot; do
+for command in run info pattern plot data import; do
     holds "$command --help" sh -c "'$DKV' $command --help | grep -q '^usage: dkv $command'"
     refused "$command: unknown option" 2 "no option --wrong" "$DKV" "$command" --wrong
 done
@@ -254,6 +254,55 @@ prefill_s compress_s answer_tokens decode_tok_s text "
     equal "run: --type f32" "$(key "$t/run.json" kv_bytes_dense)" $((200 * 23040 * 2))
 else
     skip "run" "no $MODEL"
+fi
+
+# ---- import
+mkdir "$t/duo"
+printf '{"sink_size": 64, "recent_size": 256}' > "$t/duo/config.json"
+printf '0.9\t0.2\n1.01\t0.5\n-0.01\t0.9\n' > "$t/duo/full_attention_heads.tsv"
+duo() { "$DKV" import "$t/duo" --query-heads 6 -o "$t/d.dkv" "$@" 2> "$t/err"; info "$t/d.dkv"; }
+duo --ctx 1344
+equal "import: shape" "$(for k in layers heads kv_heads bins sink recent; do key "$t/info.json" $k; done | xargs)" "3 6 2 8 64 256"
+equal "import: heads above 0.5" "$(key "$t/info.json" cells)" 24
+equal "import: of all query heads of a group" "$(key "$t/info.json" ones)" 72
+duo --bins 4 --threshold 0.95 --sink 10
+equal "import: --threshold" "$(key "$t/info.json" cells) $(key "$t/info.json" sink)" "4 10"
+duo --bins 1 --physical 0.3334
+equal "import: --physical, ties in order" "$(key "$t/info.json" cells)" 2
+"$DKV" pattern --kind heads --layers 3 --query-heads 6 --kv-heads 2 --bins 1 --sink 64 --recent 256 \
+    --heads 0:0,0:1,0:2,1:0,1:1,1:2 -o "$t/e.dkv"
+bits() { tail -c +257 "$1" | head -c -4 | od -An -tx1; }
+equal "import: the heads chosen" "$(bits "$t/d.dkv")" "$(bits "$t/e.dkv")"
+refused "import: no source" 2 "give one source" "$DKV" import -o "$t/x.dkv"
+refused "import: no output" 2 "where to" "$DKV" import "$t/duo"
+refused "import: no query heads" 2 "how many query heads" "$DKV" import "$t/duo" --bins 4 -o "$t/x.dkv"
+refused "import: no bins" 2 "how many bins" "$DKV" import "$t/duo" --query-heads 6 -o "$t/x.dkv"
+refused "import: uneven heads" 1 "evenly" "$DKV" import "$t/duo" --query-heads 5 --bins 4 -o "$t/x.dkv"
+refused "import: a text file" 1 "torch.save" "$DKV" import README.md --kv-heads 2 -o "$t/x.dkv"
+printf '0.9\t0.2\n1.01\n' > "$t/duo/full_attention_heads.tsv"
+refused "import: a short line" 1 "heads.tsv:2: 1 numbers" "$DKV" import "$t/duo" --query-heads 6 --bins 4 -o "$t/x.dkv"
+printf '0.9\tx\n' > "$t/duo/full_attention_heads.tsv"
+refused "import: no number" 1 "expected numbers" "$DKV" import "$t/duo" --query-heads 6 --bins 4 -o "$t/x.dkv"
+printf '{"sink_size": 64}' > "$t/duo/config.json"
+refused "import: no recent size" 1 "recent_size" "$DKV" import "$t/duo" --query-heads 6 --bins 4 -o "$t/x.dkv"
+
+# ---- data
+refused "data: no model" 2 "give a model" "$DKV" data
+refused "data: no GGUF file" 1 "README.md" "$DKV" data -m README.md
+if [ -r "$MODEL" ]; then
+    data() { "$DKV" data -m "$MODEL" --ctx 2048 --recent 256 "$@" > "$t/data"; }
+    data --show 4
+    equal "data: each bin once" "$(sed -n 's/^  bin \([0-9]*\),.*/\1/p' "$t/data" | sort -un | wc -l | tr -d ' ')" 13
+    equal "data: a value in its line and in its suffix" "$(grep -c 'is\[ [0-9]\{3\} [0-9]\{3\}\]' "$t/data")" 32
+    cp "$t/data" "$t/before"; data --show 4
+    holds "data: the same again" cmp "$t/before" "$t/data"
+    data --show 1 --kind word --split report --needles 2 --seed 7
+    equal "data: words" "$(grep -c 'is\[ [a-z]* [a-z]* [a-z]*\]' "$t/data")" 4
+    data --show 1 --filler README.md
+    holds "data: another filler" grep -q '^    | # ' "$t/data"
+    refused "data: too short" 1 "full bins" "$DKV" data -m "$MODEL" --ctx 1300
+else
+    skip "data" "no $MODEL"
 fi
 
 # ---- llama2.c example

@@ -15,6 +15,8 @@ static const struct {
     {"info",    "show a pattern, and what it does to a context of a given length", command_info},
     {"pattern", "make a pattern: full, streaming, random, by heads, from a text mask", command_pattern},
     {"plot",    "draw a pattern as a PNG", command_plot},
+    {"data",    "show the questions that patterns are learned from", command_data},
+    {"import",  "make a pattern from a DuoAttention folder or a reference .pt file", command_import},
 };
 
 enum { N_COMMANDS = sizeof commands / sizeof *commands };

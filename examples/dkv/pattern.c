@@ -2,7 +2,6 @@
 
    All kinds fill one grid, [L][rows][D] of bits, nearest bin first, where a row is a KV head (what memory is spent on:
    a physical budget) or a query head (a logical budget). A KV head's row goes to every query head of its group. */
-#include "../llama/gguf.h"
 #include "tool.h"
 
 #include <math.h>
@@ -36,35 +35,12 @@ static const char NOTES[] =
 
 /* ---- shape --------------------------------------------------------------- */
 
-static bool printable(char c) { return c >= ' ' && c <= '~'; }
-
-static int64_t model_int(const gguf *g, gguf_str arch, const char *name, int64_t absent) {
-    char key[128];
-    int64_t value;
-    snprintf(key, sizeof key, "%.*s.%s", (int)arch.len, arch.ptr, name);
-    return gguf_get_int(g, key, &value) ? value : absent;
-}
-
 static void shape_of_model(const char *path) {
-    static char name[64];
-    char err[256];
-    gguf *g;
-    gguf_str arch, title;
-    if (gguf_open(&g, path, err, sizeof err)) fail("%s", err);
-    if (!gguf_get_str(g, "general.architecture", &arch) || arch.len > 64) fail("%s names no architecture", path);
-    L = model_int(g, arch, "block_count", 0);
-    H = model_int(g, arch, "attention.head_count", 0);
-    Hkv = model_int(g, arch, "attention.head_count_kv", H);
-    if (L < 1 || H < 1 || Hkv < 1 || L > MAX_SIDE || H > MAX_SIDE || Hkv > H)
-        fail("%s gives no usable layers or heads; use --layers, --query-heads, --kv-heads", path);
-    d = model_int(g, arch, "attention.key_length", model_int(g, arch, "embedding_length", 0) / H);
-    if (!D && !context) context = model_int(g, arch, "context_length", 0);
-    if (!model && gguf_get_str(g, "general.name", &title)) {
-        for (size_t i = 0; i < title.len && i + 1 < sizeof name; i++)
-            name[i] = printable(title.ptr[i]) ? title.ptr[i] : '?';
-        model = name;
-    }
-    gguf_close(g);
+    static model_shape m; /* model points into it */
+    m = read_model_shape(path);
+    L = m.L, H = m.H, Hkv = m.Hkv, d = m.d;
+    if (!D && !context) context = m.context;
+    if (!model) model = m.name;
 }
 
 static void shape_of_pattern(const char *path) {
@@ -215,17 +191,8 @@ static void check_arguments(void) {
     if (kind != RANDOM && seed) usage("--seed goes with --kind random only");
     if (rho >= 0 && physical >= 0) usage("--rho and --physical are two budgets; give one");
     if (!budget && (rho >= 0 || physical >= 0)) usage("a budget belongs to --kind streaming or random");
-    if (model && strlen(model) > 63) usage("--model holds at most 63 characters");
-    for (const char *c = model; c && *c; c++)
-        if (!printable(*c)) usage("--model must be printable ASCII");
+    check_model_id(model);
     if (kind == FULL) rho = 1;
-}
-
-static void save(dkv_pattern *p) {
-    p->K = dkv_pattern_count(p);
-    if (p->rho < 0) p->rho = (double)p->K / (double)(L * H * D);
-    dkv_result r = dkv_pattern_save(p, output);
-    if (r != DKV_OK) fail("%s: %s", output, dkv_result_string(r));
 }
 
 int command_pattern(int argc, char **argv) {
@@ -270,7 +237,7 @@ int command_pattern(int argc, char **argv) {
     else if (kind == HEADS) fill_heads(&p);
     else if (p.rho < 0) usage("how much? give --physical RATIO or --rho RATIO");
     else fill_budget(&p, rows);
-    save(&p);
+    save_pattern(&p, output);
     free(text);
     free(bits);
     return 0;

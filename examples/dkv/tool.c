@@ -1,6 +1,8 @@
 #define _GNU_SOURCE
 #include "tool.h"
 
+#include "../llama/gguf.h"
+
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <getopt.h>
@@ -154,6 +156,46 @@ const char *base_name(const char *path) {
     return slash ? slash + 1 : path;
 }
 
+/* ---- models ------------------------------------------------------------- */
+
+enum { MAX_SIDE = 4096 }; /* dkv_pattern's range of layers and heads */
+
+static bool printable(char c) { return c >= ' ' && c <= '~'; }
+
+static int64_t model_int(const gguf *g, gguf_str arch, const char *name, int64_t absent) {
+    char key[128];
+    int64_t value;
+    snprintf(key, sizeof key, "%.*s.%s", (int)arch.len, arch.ptr, name);
+    return gguf_get_int(g, key, &value) ? value : absent;
+}
+
+model_shape read_model_shape(const char *path) {
+    char err[256];
+    model_shape m = {0};
+    gguf *g;
+    gguf_str arch, title;
+    if (gguf_open(&g, path, err, sizeof err)) fail("%s", err);
+    if (!gguf_get_str(g, "general.architecture", &arch) || arch.len > 64) fail("%s names no architecture", path);
+    m.L = model_int(g, arch, "block_count", 0);
+    m.H = model_int(g, arch, "attention.head_count", 0);
+    m.Hkv = model_int(g, arch, "attention.head_count_kv", m.H);
+    if (m.L < 1 || m.H < 1 || m.Hkv < 1 || m.L > MAX_SIDE || m.H > MAX_SIDE || m.Hkv > m.H)
+        fail("%s gives no usable layers or heads; use --layers, --query-heads, --kv-heads", path);
+    m.d = model_int(g, arch, "attention.key_length", model_int(g, arch, "embedding_length", 0) / m.H);
+    m.context = model_int(g, arch, "context_length", 0);
+    if (!gguf_get_str(g, "general.name", &title)) title.len = 0;
+    for (size_t i = 0; i < title.len && i + 1 < sizeof m.name; i++)
+        m.name[i] = printable(title.ptr[i]) ? title.ptr[i] : '?';
+    gguf_close(g);
+    return m;
+}
+
+void check_model_id(const char *model) {
+    if (model && strlen(model) > 63) usage("--model holds at most 63 characters");
+    for (const char *c = model; c && *c; c++)
+        if (!printable(*c)) usage("--model must be printable ASCII");
+}
+
 /* ---- patterns ------------------------------------------------------------ */
 
 void set_row_bit(dkv_pattern *p, int64_t l, int64_t row, int64_t rows, int64_t b) {
@@ -173,6 +215,13 @@ int64_t count_cells(const dkv_pattern *p) {
         for (int g = 0; g < p->Hkv; g++)
             for (int64_t b = 0; b < p->D; b++) cells += dkv_union_get(p, l, g, b);
     return cells;
+}
+
+void save_pattern(dkv_pattern *p, const char *path) {
+    p->K = dkv_pattern_count(p);
+    if (p->rho < 0) p->rho = (double)p->K / (double)((int64_t)p->L * p->H * p->D);
+    dkv_result r = dkv_pattern_save(p, path);
+    if (r != DKV_OK) fail("%s: %s", path, dkv_result_string(r));
 }
 
 /* ---- output and chance --------------------------------------------------- */

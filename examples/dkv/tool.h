@@ -44,11 +44,21 @@ char *read_text(const char *path);                  /* the same, without zeros i
 void load_pattern(dkv_pattern *out, const char *path);
 const char *base_name(const char *path);
 
+/* The shape that a GGUF states; context 0 where it states none. */
+typedef struct {
+    int64_t L, H, Hkv, d, context;
+    char name[64]; /* printable ASCII */
+} model_shape;
+
+model_shape read_model_shape(const char *path);
+
 /* ---- patterns: a row is a query head (rows = H) or a KV head with its whole group (rows = Hkv) ---- */
 
 void set_row_bit(dkv_pattern *p, int64_t l, int64_t row, int64_t rows, int64_t b);
 void fill_nearest(dkv_pattern *p, int64_t rows, int64_t wanted); /* nearest bin first, then by layer, then row */
 int64_t count_cells(const dkv_pattern *p);                       /* (layer, KV head, bin) that stay */
+void check_model_id(const char *model);                          /* of --model; NULL is fine */
+void save_pattern(dkv_pattern *p, const char *path);             /* K, and rho if negative, follow from the bits */
 
 /* ---- output and chance --------------------------------------------------- */
 
@@ -61,5 +71,7 @@ int command_pattern(int argc, char **argv);
 int command_info(int argc, char **argv);
 int command_plot(int argc, char **argv);
 int command_run(int argc, char **argv);
+int command_data(int argc, char **argv);
+int command_import(int argc, char **argv);
 
 #endif

@@ -24,7 +24,7 @@ layout() { # the C structs and Python's copies of them
 }
 bare() { # bare COMPILER : the undefined names are those of string.h and math.h
     $1 -std=c99 -O1 $warn -c bare.c -o "$dir/bare.o" || return 1
-    ! nm -u "$dir/bare.o" | grep -vE ' (bcmp|mem(cpy|set|move|cmp)|strlen|(exp|log|sqrt|tanh|fabs|copysign)f?|_.*)$'
+    ! nm -u "$dir/bare.o" | grep -vE ' (bcmp|mem(cpy|set|move|cmp)|strlen|(exp|log|sqrt|tanh|fabs|copysign|fma|rint)f?|_.*)$'
 }
 
 for cc in gcc clang; do
