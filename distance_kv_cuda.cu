@@ -755,8 +755,9 @@ DKV__DEVICE int tiles_until(const Item &x, int64_t length, int64_t end) {
 
 /* ---- shares of work ---- */
 
-/* Unit at which group c's share begins, of n groups. */
-DKV__DEVICE int share(int units, int n, int c) { return units / n * c + units % n * c / n; }
+/* Unit at which group c's share begins, of n groups. Called, as are other things that run once per piece: code that is
+   run once costs the time it takes to fetch it. */
+__device__ __noinline__ int share(int units, int n, int c) { return units / n * c + units % n * c / n; }
 /* The group whose share has unit u: the last that begins at or before it. */
 DKV__DEVICE int group_of(int units, int n, int u) {
     int c = least((int)((float)u * (float)n / (float)units), n - 1);
@@ -774,7 +775,7 @@ DKV__DEVICE int piece_slot(const Pieces &p, int c) {
     return 2 * (c * p.blocks + p.m) + (c == p.first && p.late);
 }
 /* Of the item with n units from unit on; by a whole warp. */
-DKV__DEVICE Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m) {
+__device__ __noinline__ Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m) {
     Pieces p = {units, groups, blocks, m, group_of(units, groups, unit), group_of(units, groups, unit + n - 1), 0, 0};
     p.late = share(units, groups, p.first) < unit;
     for (int c = p.first; c <= p.last; c += 32) p.count += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
@@ -943,7 +944,7 @@ template <int N> DKV__DEVICE void store_out(const dkv_tensor &out, bool vector, 
 /* Merges row r of an item's pieces, by one warp. A piece without a finite logit holds zeros, or NaN to pass on. */
 template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
                                                      const float *slots) {
-    constexpr int N = D / 32, SLOT = M * (D + 2), FLIGHT = 64 / N < 16 ? 64 / N : 16; /* slots whose loads are in flight */
+    constexpr int N = D / 32, SLOT = M * (D + 2), FLIGHT = N < 8 ? 8 : 4; /* slots whose loads are in flight */
     const int     lane = threadIdx.x & 31, n = p.last - p.first + 1;
     float         top = -INFINITY, sum = 0.0f, o[N] = {};
     for (int c = p.first + 32; n > 32 && c <= p.last; c += 32) { /* the first 32 are read once, below */
@@ -1078,25 +1079,13 @@ template <int TYPE, int D, int RW> struct MmaShape {
     static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 256 + 2 * (int)sizeof(Piece);
 };
 
-/* One stage <- rows of a source, from row on; by one warp. */
+/* One stage <- rows of a source, from row on, without TMA; by one warp. */
 template <int BYTES, int D, int ROWS>
-DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uint64_t *full, bool tma, uint64_t policy) {
+__device__ __noinline__ void load_rows(const Piece &p, int which, int64_t row, char *to, uint64_t *full) {
     constexpr int     PITCH = BYTES * D < 128 ? BYTES * D : 128, CHUNKS = BYTES * D / 16;
     const Attention  &a = *p.a;
     const bool        packed = which < TAIL_K && a.packed;
     const int         lane = threadIdx.x & 31;
-#if __CUDA_ARCH__ >= 900
-    if (tma) {
-        if (lane == 0) {
-            bar_expect(full, ROWS * D * BYTES);
-            for (int i = 0; i < BYTES * D / PITCH; i++) {
-                tma_load(shared_address(to) + i * ROWS * PITCH, &a.map[which], i * (PITCH / BYTES),
-                         (int)(row + (packed ? p.base : 0)), packed ? 0 : p.g, full, policy);
-            }
-        }
-        return;
-    }
-#endif
     const dkv_tensor &t = a.source[which];
     const int64_t     rows = (which < TAIL_K ? p.rows : p.length) - row; /* that exist */
     const int         d = which & 1 ? a.d_v : a.d_k;
@@ -1117,6 +1106,27 @@ DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uin
     }
     if (a.vector[which]) bar_arrive_copies(full);
     else bar_arrive(full);
+}
+
+/* The same by TMA where that takes it. */
+template <int BYTES, int D, int ROWS>
+DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uint64_t *full, bool tma, uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+    if (tma) {
+        constexpr int    PITCH = BYTES * D < 128 ? BYTES * D : 128;
+        const Attention &a = *p.a;
+        const bool       packed = which < TAIL_K && a.packed;
+        if ((threadIdx.x & 31) == 0) {
+            bar_expect(full, ROWS * D * BYTES);
+            for (int i = 0; i < BYTES * D / PITCH; i++) {
+                tma_load(shared_address(to) + i * ROWS * PITCH, &a.map[which], i * (PITCH / BYTES),
+                         (int)(row + (packed ? p.base : 0)), packed ? 0 : p.g, full, policy);
+            }
+        }
+        return;
+    }
+#endif
+    load_rows<BYTES, D, ROWS>(p, which, row, to, full);
 }
 
 /* Rows of q into shared memory, times the channel scales of an 8-bit context: by rows of a warp. Each such row is
@@ -1391,6 +1401,7 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     Piece    *pieces = (Piece *)(full + 32); /* what to do comes from the producer; no attention: the end */
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
+#pragma unroll 1
         for (int i = 0; i < w.stages; i++) {
             bar_init(full + i, w.tma ? 1 : 32);
             bar_init(empty + i, S::WARPS);
