@@ -3933,10 +3933,11 @@ DKV__PRIVATE void dkv__probe_tile(const dkv__probe *p, const dkv__item *it, cons
 DKV__PRIVATE void dkv__probe_task(void *arg, int ith, int nth) {
     const dkv__probe    *p = (const dkv__probe *)arg;
     const dkv_attention *a = p->a;
-    const dkv__kernels  *f = dkv__simd();
+    dkv__kernels         rows = *dkv__simd(), *f = &rows;
     dkv__scratch         x = dkv__probe_scratch(p, ith);
     int64_t             *count = (int64_t *)(void *)(p->threads + ith * dkv__probe_each(a));
     dkv__item            it;
+    rows.tiles = NULL; /* one key by itself, as a source is asked for, would not give a tile's bits */
     memset(count, 0, (size_t)dkv__probe_counts(a));
     memset(&it, 0, sizeof it);
     it.a = a;
