@@ -141,12 +141,13 @@ $C/distance_kv_cuda.o: distance_kv_cuda.cu distance_kv.h | nvcc
 	@mkdir -p $C
 	$(NVCC) $(NVCCFLAGS) -Xptxas -v -Xcompiler -fPIC -c $< -o $@ >$C/ptxas.log 2>&1 || { grep -v ptxas $C/ptxas.log; exit 1; }
 
-# Fails when a tuned kernel spills, or the compiler serialises its wgmma (C7504, C7508, C7509). Kernels for d > 128, and
-# those of 128 rows for devices and strides without TMA, may spill.
-GENERIC = ELi256E|attend_mmaILi[0-9]ELi[0-9]*ELi8E
+# Fails when a tuned kernel spills on sm_90a, or the compiler serialises its wgmma (C7504, C7508, C7509, C7512). May spill:
+# kernels for d > 128, those of 128 rows for devices and strides without TMA, and wgmma at d 64, where three warpgroups
+# leave the producer 32 registers (outside of the loop over tiles; fewer for the others serialises their products).
+GENERIC = ELi256E|attend_mmaILi[0-9]ELi[0-9]*ELi8E|attend_wgmmaI.*Li64E
 $C/checked: $C/distance_kv_cuda.o
 	@awk -F '\047' '/Compiling entry function/ {kernel = $$2; arch = $$4} \
-	      /C75(04|08|09)/ || (/[1-9][0-9]* bytes spill/ && kernel !~ /$(GENERIC)/) \
+	      /C75(04|08|09|12)/ || (/[1-9][0-9]* bytes spill/ && arch == "sm_90a" && kernel !~ /$(GENERIC)/) \
 	          {sub(/^.*_cu_......../, "", kernel); print arch, kernel ":", $$0; bad = 1} \
 	      END {exit bad}' $C/ptxas.log
 	@touch $@
