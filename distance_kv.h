@@ -34,9 +34,9 @@
            dkv_attend(&a, 1, workspace, workspace_bytes, NULL);   // 64-byte aligned, dkv_attend_size bytes
        }
 
-   DOES NOT: run on a GPU (yet), load models or differentiate them (it has the gates and the gated attention that
-   learning needs, forward and backward), choose positions from the query, evict while decoding, re-rotate K, or print,
-   exit, abort and allocate behind your back.
+   DOES NOT: load models or differentiate them (it has the gates and the gated attention that learning needs, forward
+   and backward; on CPUs), choose positions from the query, evict while decoding, re-rotate K, or print, exit, abort and
+   allocate behind your back. The same API on GPUs is distance_kv_cuda.cu, declared at the end of [API].
 
    CONTENTS: grep for the tag
      [API]      all public types and functions; stop after it if you only want to use the library
@@ -125,7 +125,7 @@ extern "C" {
     X(DKV_ERR_STATE,   -13, "layer was not packed yet, was packed before, or cannot be changed now")     \
     X(DKV_ERR_MEMORY,  -14, "out of memory")                                                             \
     X(DKV_ERR_IO,      -15, "file cannot be read or written")                                            \
-    X(DKV_ERR_DEVICE,  -16, "no CUDA device that this build runs on (sm_80 or newer with its driver), or the device failed")
+    X(DKV_ERR_DEVICE,  -16, "no CUDA device that this build runs on (sm_80 or newer), or the device failed")
 
 typedef enum dkv_result {
 #define DKV__ENUM(name, value, text) name = value,
@@ -579,14 +579,18 @@ DKV_API dkv_result dkv_gated_backward(const dkv_gated *c, int64_t n, void *ws, s
 /* ---- CUDA: the same API on a GPU, in distance_kv_cuda.cu ------------------ */
 
 /* Structs are those above with device pointers inside, except that dkv_packed.rows and dkv_segment.rows stay host
-   arrays; stream is a cudaStream_t. Nothing here waits for the device, and only dkv_cuda_cache_* and dkv_cuda_plan
-   call an allocator or copy from the host: the rest may be captured into a graph. Same results run to run and beside
-   other streams. DEVICE whenever the runtime reports an error. Linking this part needs the CUDA runtime; the tensor
-   map encoder is asked from the driver at run time.
+   arrays; stream is a cudaStream_t. Nothing waits for the device but cache_fork, _upload and _download, and only
+   dkv_cuda_cache_* and dkv_cuda_plan allocate or copy from the host: the rest may be captured into a graph. The same
+   call gives the same bits, run to run and beside other streams. DEVICE whenever the runtime reports an error. Linking this
+   part needs the CUDA runtime; the tensor map encoder is asked from the driver at run time. A step of decoding, one
+   work per layer made by dkv_cuda_prepare, everything capturable once for a whole generation:
+
+       dkv_cuda_advance(length, 1, 1, stream);                        // device-side length of the tail
+       for each layer: dkv_cuda_append(&work[l], k, v, stream), dkv_cuda_attend(&work[l], stream);
 
    Packed on the device: plain rows. K of head g is [round_up(rows[g], 128)][d_k'], heads one after another, then V in
-   the same way with d_v', d' = d rounded up so that a row is a multiple of 16 bytes; unused rows and columns are zero. For i8
-   and fp8 the scales [Hkv][d_k'] and [Hkv][d_v'], f32, follow. f32 is not a packed type here. */
+   the same way with d_v', d' = d rounded up so that a row is a multiple of 16 bytes; unused rows and columns are zero.
+   For i8 and fp8 the scales [Hkv][d_k'] and [Hkv][d_v'], f32, follow. f32 is not a packed type here. */
 
 /* What this process can use: compute capability (90 for sm_90) in *arch and multiprocessors in *sms. DEVICE. */
 extern dkv_result dkv_cuda_device(int *arch, int *sms);
@@ -597,8 +601,8 @@ extern int dkv_cuda_limit(int arch);
    outside of a capture, and keep plan until the stream has passed. CAPACITY. */
 extern dkv_result dkv_cuda_plan(dkv_plan *on_device, void *mem, size_t *bytes, const dkv_plan *plan, void *stream);
 
-/* dkv_pack on the device: f16, bf16, i8 and fp8 from f32, f16 or bf16. plan on the host gives sizes, on_device the runs.
-   mem 128-byte aligned. SHAPE, TYPE, CAPACITY, ALIGN. */
+/* dkv_pack on the device: f16, bf16, i8 and fp8 from f32, f16 or bf16; d a multiple of 8, at most 256. plan on the host
+   gives sizes, on_device the runs. mem 128-byte aligned. SHAPE, TYPE, CAPACITY, ALIGN. */
 extern dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, dkv_type type, const dkv_plan *plan,
                                 const dkv_plan *on_device, int l, int d_k, int d_v, const dkv_segment *source,
                                 void *stream);
@@ -633,8 +637,8 @@ extern dkv_result dkv_cuda_advance(int64_t *lengths, int64_t n, int64_t count, v
    attentions' rows one after another; rounds to the tail's type. Call it before dkv_cuda_attend of the step. */
 extern dkv_result dkv_cuda_append(const dkv_cuda_work *work, dkv_tensor k, dkv_tensor v, void *stream);
 
-/* dkv_cache on the device: L packed layers and a tail of capacity tokens, rounded up to 128. Device memory is allocated by create,
-   pack (its own layer) and fork. One length for all layers. The plan is copied. */
+/* dkv_cache on the device: L packed layers and a tail of capacity tokens, rounded up to 128. Device memory is allocated
+   by create, pack (its own layer) and fork. One length for all layers. The plan is copied. */
 typedef struct dkv_cuda_cache dkv_cuda_cache;
 extern dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan *plan, const dkv_shape *shape,
                                         dkv_type type, int64_t capacity);
@@ -646,7 +650,8 @@ extern dkv_result dkv_cuda_cache_fork(dkv_cuda_cache **out, const dkv_cuda_cache
 extern int64_t   *dkv_cuda_cache_length(const dkv_cuda_cache *c);
 extern dkv_result dkv_cuda_cache_truncate(dkv_cuda_cache *c, int64_t n, void *stream); /* length <- n */
 /* The attention of N_q queries over layer l, for dkv_cuda_prepare with dkv_cuda_cache_length. */
-extern dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dkv_tensor q, int64_t N_q, dkv_tensor out);
+extern dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dkv_tensor q, int64_t N_q,
+                                              dkv_tensor out);
 extern const dkv_plan *dkv_cuda_cache_plan(const dkv_cuda_cache *c);
 extern int64_t    dkv_cuda_cache_bytes(const dkv_cuda_cache *c); /* device memory it holds now */
 /* To and from the CPU's cache, tail included: saved files are the CPU's. Both wait for the stream. */

@@ -82,7 +82,9 @@ DKV__DEVICE void bar_wait_idle(uint64_t *bar, uint32_t parity) {
 DKV__DEVICE void bar_arrive_copies(uint64_t *bar) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(bar)) : "memory");
 }
-DKV__DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DKV__DEVICE void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 DKV__DEVICE void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -100,8 +102,9 @@ template <int N> struct Ring {
 
 /* Brings what comes first near before anyone asks for it: reads that nothing waits for. */
 DKV__DEVICE void touch(const void *attentions, const void *items, const void *lengths, int lane) {
-    const char *p = lane < 8 ? (const char *)attentions + lane * 128 : lane < 12 ? (const char *)items + (lane - 8) * 128
-                                                                                  : (const char *)lengths;
+    const char *p = (const char *)lengths;
+    if (lane < 12) p = (const char *)items + (lane - 8) * 128;
+    if (lane < 8) p = (const char *)attentions + lane * 128;
     uint32_t x;
     if (lane < 13 && p) asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
 }
@@ -164,14 +167,16 @@ DKV__DEVICE void ldmatrix_t(uint32_t (&r)[4], uint32_t address) {
 }
 template <class T> DKV__DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <> DKV__DEVICE void mma<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <> DKV__DEVICE void mma<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 /* ---- elements ---- */
@@ -458,7 +463,8 @@ DKV__DEVICE void store8(char *p, dkv_type type, const Eight &y) { /* 16-bit type
     uint32_t pair[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        pair[j] = type == DKV_F16 ? pair_of<__half>(y.x[2 * j], y.x[2 * j + 1]) : pair_of<__nv_bfloat16>(y.x[2 * j], y.x[2 * j + 1]);
+        pair[j] = type == DKV_F16 ? pair_of<__half>(y.x[2 * j], y.x[2 * j + 1])
+                                  : pair_of<__nv_bfloat16>(y.x[2 * j], y.x[2 * j + 1]);
     }
     *(uint4 *)p = uint4{pair[0], pair[1], pair[2], pair[3]};
 }
@@ -467,7 +473,8 @@ template <int TYPE> DKV__DEVICE uint32_t bytes_of(float a, float b, float c, flo
         return (uint32_t)__nv_cvt_float2_to_fp8x2(float2{a, b}, __NV_SATFINITE, __NV_E4M3) |
                (uint32_t)__nv_cvt_float2_to_fp8x2(float2{c, d}, __NV_SATFINITE, __NV_E4M3) << 16;
     }
-    uint32_t lo = __byte_perm((uint32_t)__float2int_rn(a), (uint32_t)__float2int_rn(b), 0x0040); /* |x| <= 127 by its scale */
+    /* |x| <= 127 by its scale */
+    uint32_t lo = __byte_perm((uint32_t)__float2int_rn(a), (uint32_t)__float2int_rn(b), 0x0040);
     return __byte_perm(lo, __byte_perm((uint32_t)__float2int_rn(c), (uint32_t)__float2int_rn(d), 0x0040), 0x5410);
 }
 
@@ -511,7 +518,8 @@ __global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLay
             int   row = j / chunks, c = j % chunks;
             Eight x = {};
             if (position[row] >= 0 && c * 8 < s.d) {
-                x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim, s.vector);
+                x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim,
+                          s.vector);
             }
             store8(to + (int64_t)row * s.row + c * 16, p.type, x);
         }
@@ -541,7 +549,8 @@ __global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ Pac
                 int row = row0 + k * lanes;
                 x[k] = Eight{};
                 if (row < TILE && position[row] >= 0) {
-                    x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim, s.vector);
+                    x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
+                                 s.from.stride_dim, s.vector);
                 }
             }
 #pragma unroll
@@ -561,7 +570,8 @@ __global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ Pac
         if (own[u]) atomicMax(&top[c * 8 + u], own[u]);
     }
     __syncthreads();
-    if (threadIdx.x < s.d && top[threadIdx.x]) atomicMax((unsigned *)s.scale + h.g * s.row + threadIdx.x, top[threadIdx.x]);
+    if (threadIdx.x < s.d && top[threadIdx.x])
+        atomicMax((unsigned *)s.scale + h.g * s.row + threadIdx.x, top[threadIdx.x]);
 }
 
 /* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once). */
@@ -588,7 +598,8 @@ template <int TYPE> __global__ void __launch_bounds__(256) quantise_tile(const _
             int row = row0 + k * lanes;
             x[k] = Eight{};
             if (row < TILE && position[row] >= 0 && c * 8 < s.d) {
-                x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim, s.vector);
+                x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim,
+                             s.vector);
             }
         }
 #pragma unroll
@@ -600,7 +611,8 @@ template <int TYPE> __global__ void __launch_bounds__(256) quantise_tile(const _
             }
             if (row0 + k * lanes >= TILE) continue;
             *(uint2 *)(to + (int64_t)(row0 + k * lanes) * s.row) =
-                uint2{bytes_of<TYPE>(x[k].x[0], x[k].x[1], x[k].x[2], x[k].x[3]), bytes_of<TYPE>(x[k].x[4], x[k].x[5], x[k].x[6], x[k].x[7])};
+                uint2{bytes_of<TYPE>(x[k].x[0], x[k].x[1], x[k].x[2], x[k].x[3]),
+                      bytes_of<TYPE>(x[k].x[4], x[k].x[5], x[k].x[6], x[k].x[7])};
         }
     }
 }
@@ -757,7 +769,10 @@ DKV__DEVICE int group_of(int units, int n, int u) {
 }
 
 /* Where the pieces of an item are: in slots of groups first .. last, in order. */
-struct Pieces { int units, groups, blocks, m, first, last, late, count; }; /* late: the first group's is not its first */
+struct Pieces {
+    int units, groups, blocks, m, first, last, count;
+    int late; /* the first group's piece is not the first of its CTA */
+};
 
 /* Slot of group c's piece, -1 if it has none: where there are fewer units than groups, some shares are empty. */
 DKV__DEVICE int piece_slot(const Pieces &p, int c) {
@@ -768,7 +783,8 @@ DKV__DEVICE int piece_slot(const Pieces &p, int c) {
 __device__ __noinline__ Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m) {
     Pieces p = {units, groups, blocks, m, group_of(units, groups, unit), group_of(units, groups, unit + n - 1), 0, 0};
     p.late = share(units, groups, p.first) < unit;
-    for (int c = p.first; c <= p.last; c += 32) p.count += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
+    for (int c = p.first; c <= p.last; c += 32)
+        p.count += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
     return p;
 }
 
@@ -944,7 +960,7 @@ template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const R
     for (int c = 0; c < n; c += 32) {
         int          slot = piece_slot(p, p.first + c + lane);
         const float *s = slots + (int64_t)most(slot, 0) * SLOT;
-        float        own = slot < 0 ? -INFINITY : __ldcg(s + M * D + r), part = slot < 0 ? 0.0f : __ldcg(s + M * (D + 1) + r);
+        float own = slot < 0 ? -INFINITY : __ldcg(s + M * D + r), part = slot < 0 ? 0.0f : __ldcg(s + M * (D + 1) + r);
         if (c == 0) {
             top = fmaxf(top, own);
             for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
@@ -959,7 +975,8 @@ template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const R
                 int from = __shfl_sync(~0u, slot, j + k);
 #pragma unroll
                 for (int u = 0; u < N; u += 2) {
-                    float2 y = from < 0 ? float2{0.0f, 0.0f} : __ldcg((const float2 *)(slots + (int64_t)from * SLOT + r * D + lane * N + u));
+                    float2 y = from < 0 ? float2{0.0f, 0.0f}
+                                        : __ldcg((const float2 *)(slots + (int64_t)from * SLOT + r * D + lane * N + u));
                     x[k][u] = y.x, x[k][u + 1] = y.y;
                 }
             }
@@ -989,7 +1006,8 @@ DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2]
                               const float (&factor)[2], float softcap, const int (&sees)[2], int key) {
     const int t = (threadIdx.x & 3) * 2;
     float     f[2] = {factor[0], factor[1]};
-    if (__builtin_expect(softcap > 0.0f, 0)) { /* tanh(y) = 1 - 2 / (1 + e^2y), here with y = logit / softcap; f then is softcap * log2 e */
+    /* tanh(y) = 1 - 2 / (1 + e^2y), here with y = logit / softcap; f then is softcap * log2 e */
+    if (__builtin_expect(softcap > 0.0f, 0)) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -1042,8 +1060,8 @@ DKV__DEVICE float quad_sum(float x) {
 
    math    S = Q K^T and O += P V by m16n8k16, K and V as B operands, f32 accumulators; 8-bit elements become f16 in
            registers, K's scales are in q, V's are applied to O where the context ends
-   shapes  RW groups of 16 query rows x TW groups of keys, a warp each; a stage is 32 KB at D = 128: 128 keys of K or V in
-           16 bits, 256 in 8
+   shapes  RW groups of 16 query rows x TW groups of keys, a warp each; a stage is 32 KB at D = 128: 128 keys of K or
+           V in 16 bits, 256 in 8
    CTA     8 warps (4 at D = 256, for registers), each 16 rows by 1 / TW of a tile's keys, with its own maximum, sum
            and O, which meet at the end of a piece; one more fills a ring of stages, by TMA or (other strides, sm_80)
            by cp.async
@@ -1065,7 +1083,7 @@ template <int TYPE, int D, int RW> struct MmaShape {
     static constexpr int PITCH = BYTES * D < 128 ? BYTES * D : 128;
     static constexpr int STAGE = TILE * D * 2;
     static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 6 : 3;
-    static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart: no conflicts */
+    static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart */
     static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 256 + 2 * (int)sizeof(Piece);
 };
 
@@ -1100,7 +1118,8 @@ __device__ __noinline__ void load_rows(const Piece &p, int which, int64_t row, c
 
 /* The same by TMA where that takes it. */
 template <int BYTES, int D, int ROWS>
-DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uint64_t *full, bool tma, uint64_t policy) {
+DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uint64_t *full, bool tma,
+                           uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
     if (tma) {
         constexpr int    PITCH = BYTES * D < 128 ? BYTES * D : 128;
@@ -1124,7 +1143,7 @@ DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uin
    8-bit keys come as 4 adjacent elements a thread, so 16 elements of q lie in the order that mma pairs them with. */
 template <class T, int D, int M, int WARPS>
 DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scaled, bool fp8) {
-    constexpr int    N = D / 32, ROWS = M / WARPS, STEP = ROWS < 4 ? ROWS : 4; /* rows whose loads are in flight together */
+    constexpr int    N = D / 32, ROWS = M / WARPS, STEP = ROWS < 4 ? ROWS : 4; /* rows in flight together */
     const Attention &a = *p.a;
     const int        warp = threadIdx.x / 32, lane = threadIdx.x & 31, d = a.d_k;
     const float     *scale = a.k_scale + (int64_t)p.g * a.k_pitch, own = a.scale;
@@ -1162,7 +1181,8 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
             }
             if (scaled) {
                 for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
-                if (peak >= 1.17549435e-38f && peak < INFINITY) shift = least(13 + 127 - (int)(__float_as_uint(peak) >> 23), 120);
+                if (peak >= 1.17549435e-38f && peak < INFINITY)
+                    shift = least(13 + 127 - (int)(__float_as_uint(peak) >> 23), 120);
             }
             if (lane == 0) factor[r] = own * __uint_as_float((uint32_t)(127 - shift) << 23);
             const float lift = __uint_as_float((uint32_t)(127 + shift) << 23);
@@ -1170,7 +1190,8 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
             for (int u = 0; u < N; u += 2) {
                 int j = lane * N + u, i = j & 15;
                 if (scaled) j = (j & ~15) | (i & 2) * 4 | i / 4 * 2; /* d = 4t + e -> 2t + e, or 8 + 2t + e - 2 */
-                *(uint32_t *)(to + tile_offset<128, M>(r, j / 8) + (j & 7) * 2) = pair_of<T>(x[k][u] * lift, x[k][u + 1] * lift);
+                *(uint32_t *)(to + tile_offset<128, M>(r, j / 8) + (j & 7) * 2) =
+                    pair_of<T>(x[k][u] * lift, x[k][u + 1] * lift);
             }
         }
     }
@@ -1261,7 +1282,8 @@ DKV__DEVICE void mix8(float (&o)[D / 8][4], const float (&s)[N][4], const char *
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 mma<__half>(o[2 * (c + i)], a, bytes_pair<TYPE, 0, 2>(b[2 * i]), bytes_pair<TYPE, 0, 2>(b[2 * i + 1]));
-                mma<__half>(o[2 * (c + i) + 1], a, bytes_pair<TYPE, 1, 3>(b[2 * i]), bytes_pair<TYPE, 1, 3>(b[2 * i + 1]));
+                mma<__half>(o[2 * (c + i) + 1], a, bytes_pair<TYPE, 1, 3>(b[2 * i]),
+                            bytes_pair<TYPE, 1, 3>(b[2 * i + 1]));
             }
         }
     }
@@ -1278,7 +1300,8 @@ template <int D> DKV__DEVICE void straighten(float (&o)[D / 8][4], const float *
         for (int u = 0; u < 4; u++) w[u] = 16 * c + 4 * t + u < d ? scale[16 * c + 4 * t + u] * lift : 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) { /* rows */
-            float x[4] = {o[2 * c][i] * w[0], o[2 * c + 1][i] * w[1], o[2 * c][i + 1] * w[2], o[2 * c + 1][i + 1] * w[3]};
+            float x[4] = {o[2 * c][i] * w[0], o[2 * c + 1][i] * w[1], o[2 * c][i + 1] * w[2],
+                          o[2 * c + 1][i + 1] * w[3]};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float a = __shfl_sync(~0u, x[0], src + 2 * half), b = __shfl_sync(~0u, x[1], src + 2 * half);
@@ -1301,8 +1324,8 @@ template <int N> DKV__DEVICE void scale_rows(float (&o)[N][4], const float (&w)[
 
 /* All warps' parts of a piece meet: into the output, or the piece's slot. */
 template <int TYPE, int D, int RW>
-DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4], const float (&top)[2], float (&sum)[2],
-                              float *red, float *tops, float *sums, float *weight) {
+DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4], const float (&top)[2],
+                              float (&sum)[2], float *red, float *tops, float *sums, float *weight) {
     typedef MmaShape<TYPE, D, RW> S;
     constexpr int                 M = S::M, TW = S::TW;
     const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4, rw = warp % RW;
@@ -1451,9 +1474,11 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
                 bar_wait(empty + stage, phase ^ 1);
                 char *to = ring + stage * S::STAGE;
                 if (tile < p.context) {
-                    load_tile<S::BYTES, D, S::KEYS>(p, CONTEXT_K + v, (int64_t)tile * S::KEYS, to, full + stage, w.tma, policy);
+                    load_tile<S::BYTES, D, S::KEYS>(p, CONTEXT_K + v, (int64_t)tile * S::KEYS, to, full + stage, w.tma,
+                                                    policy);
                 } else {
-                    load_tile<2, D, TILE>(p, TAIL_K + v, (int64_t)(tile - p.context) * TILE, to, full + stage, w.tma, policy);
+                    load_tile<2, D, TILE>(p, TAIL_K + v, (int64_t)(tile - p.context) * TILE, to, full + stage, w.tma,
+                                          policy);
                 }
                 if (++stage == w.stages) stage = 0, phase ^= 1;
             }
@@ -1477,7 +1502,8 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             if (tile == p.tile || tile == p.context) { /* a segment begins */
                 bool scaled = EIGHT && !tail;
                 if (EIGHT && tail && tile != p.tile) {
-                    straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
+                    straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v,
+                                  TYPE == DKV_FP8 ? 256.0f : 1.0f);
                 }
                 if (tile == p.tile || EIGHT) {
                     named_sync(1, S::THREADS); /* q and weight are read no more */
@@ -1511,7 +1537,8 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
                 bar_wait(full + stage, phase);
                 const int     first = tw * (TILE / S::TW);
                 const int64_t row = (int64_t)(tail ? tile - p.context : tile) * TILE;
-                const int     sees[2] = {in_tile(tail ? visible[0] : p.rows, row), in_tile(tail ? visible[1] : p.rows, row)};
+                const int     sees[2] = {in_tile(tail ? visible[0] : p.rows, row),
+                                         in_tile(tail ? visible[1] : p.rows, row)};
                 const int     real = in_tile(tail ? p.length : p.rows, row);
                 for (int n = 0; n < N; n += STEP) {
                     float s[STEP][4] = {};
@@ -1566,7 +1593,9 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
 #if __CUDA_ARCH_FEAT_SM90_ALL
 DKV__DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DKV__DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> DKV__DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int N> DKV__DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 /* Keeps the compiler from reading accumulators before the wait above it. */
 template <int N> DKV__DEVICE void settle(float (&x)[N][4]) {
 #pragma unroll
@@ -1576,7 +1605,8 @@ template <int N> DKV__DEVICE void settle(float (&x)[N][4]) {
 /* Matrix descriptors, 128-byte swizzle: rows of 128 bytes in groups of 8. K-major operands advance 32 bytes a k step
    within a panel; V lies with its N dimension adjacent, panels `lead` bytes apart. */
 DKV__DEVICE uint64_t descriptor(uint32_t address, uint32_t lead) {
-    return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(lead >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+    return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(lead >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
+           (uint64_t)1 << 62;
 }
 
 /* S (+)= Q K^T, one k step: [64][16] x [128][16]. */
@@ -1585,20 +1615,24 @@ template <class T> DKV__DEVICE void wgmma_scores(float (&s)[16][4], uint64_t q, 
 template <class T> DKV__DEVICE void wgmma_mix(float (&o)[16][4], const uint32_t (&p)[4], uint64_t v, int add);
 template <class T> DKV__DEVICE void wgmma_mix(float (&o)[8][4], const uint32_t (&p)[4], uint64_t v, int add);
 
-#define DKV__WGMMA(T, name)                                                                                            \
-    template <> DKV__DEVICE void wgmma_scores<T>(float (&s)[16][4], uint64_t q, uint64_t k, int add) {                 \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name \
-                     " " DKV__REGS64 ", %64, %65, p, 1, 1, 0, 0; }" : DKV__F64(s) : "l"(q), "l"(k), "r"(add));         \
-    }                                                                                                                  \
-    template <> DKV__DEVICE void wgmma_mix<T>(float (&o)[16][4], const uint32_t (&p)[4], uint64_t v, int add) {        \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name \
-                     " " DKV__REGS64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"                                      \
-                     : DKV__F64(o) : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v), "r"(add));                    \
-    }                                                                                                                  \
-    template <> DKV__DEVICE void wgmma_mix<T>(float (&o)[8][4], const uint32_t (&p)[4], uint64_t v, int add) {         \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name \
-                     " " DKV__REGS32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"                                      \
-                     : DKV__F32(o) : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v), "r"(add));                    \
+#define DKV__WGMMA(T, name) \
+    template <> DKV__DEVICE void wgmma_scores<T>(float(&s)[16][4], uint64_t q, uint64_t k, int add) { \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." name \
+                     "." name " " DKV__REGS64 ", %64, %65, p, 1, 1, 0, 0; }" \
+                     : DKV__F64(s) \
+                     : "l"(q), "l"(k), "r"(add)); \
+    } \
+    template <> DKV__DEVICE void wgmma_mix<T>(float(&o)[16][4], const uint32_t(&p)[4], uint64_t v, int add) { \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." name \
+                     "." name " " DKV__REGS64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 1; }" \
+                     : DKV__F64(o) \
+                     : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v), "r"(add)); \
+    } \
+    template <> DKV__DEVICE void wgmma_mix<T>(float(&o)[8][4], const uint32_t(&p)[4], uint64_t v, int add) { \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name \
+                     "." name " " DKV__REGS32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 1; }" \
+                     : DKV__F32(o) \
+                     : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v), "r"(add)); \
     }
 DKV__WGMMA(__nv_bfloat16, "bf16")
 DKV__WGMMA(__half, "f16")
@@ -1628,7 +1662,8 @@ template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p,
         } else {
             float x[8];
             for (int u = 0; u < 8; u++) x[u] = real ? element(from + u * t.stride_dim, t.type) : 0.0f;
-            *(uint4 *)(to + dst) = uint4{pair_of<T>(x[0], x[1]), pair_of<T>(x[2], x[3]), pair_of<T>(x[4], x[5]), pair_of<T>(x[6], x[7])};
+            *(uint4 *)(to + dst) =
+                uint4{pair_of<T>(x[0], x[1]), pair_of<T>(x[2], x[3]), pair_of<T>(x[4], x[5]), pair_of<T>(x[6], x[7])};
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -1680,7 +1715,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             bar_init(k_full + i, 1), bar_init(v_full + i, 1);
             bar_init(k_empty + i, GROUPS), bar_init(v_empty + i, GROUPS);
         }
-        for (int i = 0; i < 2; i++) bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS), bar_init(piece_full + i, 1);
+        for (int i = 0; i < 2; i++)
+            bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS), bar_init(piece_full + i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -1743,14 +1779,16 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                 const uint32_t at = shared_address(ks + k.stage * S::STAGE);
 #pragma unroll
                 for (int c = 0; c < D / 16; c++) {
-                    wgmma_scores<T>(s, descriptor(q_at + c / 4 * M * 128 + c % 4 * 32, 1), descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
+                    wgmma_scores<T>(s, descriptor(q_at + c / 4 * M * 128 + c % 4 * 32, 1),
+                                    descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
                 }
                 wgmma_commit();
             };
             auto mix = [&](int add) {
                 const uint32_t at = shared_address(vs + v.stage * S::STAGE);
 #pragma unroll
-                for (int j = 0; j < 8; j++) wgmma_mix<T>(o, weight[j], descriptor(at + j * 16 * 128, TILE * 128), add | j);
+                for (int j = 0; j < 8; j++)
+                    wgmma_mix<T>(o, weight[j], descriptor(at + j * 16 * 128, TILE * 128), add | j);
                 wgmma_commit();
             };
             auto soften = [&](int tile) {
@@ -1784,7 +1822,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                     if (tid % 128 == 0) bar_arrive(k_empty + k.stage);
                     k.next();
                     soften(tile);
-                    if (sum[0] + sum[1] < 0.0f) __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
+                    if (sum[0] + sum[1] < 0.0f)
+                        __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
                     wgmma_wait<0>();
                     settle(o);
                     if (tid % 128 == 0) bar_arrive(v_empty + v.stage);
@@ -1833,8 +1872,10 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                 named_sync(4 + own, 128);
 #pragma unroll
                 for (int n = 0; n < D / 8; n++) {
-                    *(uint32_t *)(mine + tile_offset<128, M>(r, n) + 4 * t) = pair_of<T>(o[n][0] * last[0], o[n][1] * last[0]);
-                    *(uint32_t *)(mine + tile_offset<128, M>(r + 8, n) + 4 * t) = pair_of<T>(o[n][2] * last[1], o[n][3] * last[1]);
+                    *(uint32_t *)(mine + tile_offset<128, M>(r, n) + 4 * t) =
+                        pair_of<T>(o[n][0] * last[0], o[n][1] * last[0]);
+                    *(uint32_t *)(mine + tile_offset<128, M>(r + 8, n) + 4 * t) =
+                        pair_of<T>(o[n][2] * last[1], o[n][3] * last[1]);
                 }
                 __syncwarp();
                 const dkv_tensor out = p.a->out;
@@ -1884,14 +1925,6 @@ template <int M, int D> __global__ void __launch_bounds__(256) combine(const __g
     if (row.real) combine_row<M, D>(w.attentions[x.a], row, r, q, w.slots);
 }
 
-} /* namespace */
-
-/* ==========================================================================
-   [ATTEND]  prepare and launch
-   ========================================================================== */
-
-namespace {
-
 /* ---- preparing a batch: checks, tensor maps, the block ---- */
 
 enum { MMA16, MMA32, MMA_MANY, WGMMA, KERNELS };
@@ -1900,7 +1933,8 @@ struct Batch { /* what all attentions of a batch have in common */
     dkv_type type, tail;     /* of context and tail */
     int      kernel, d, M;   /* kernel, head dimension class, rows of a block */
     int      tma;
-    int64_t  heads, items, blocks; /* KV heads; row blocks over all; row blocks of a KV head if all have as many, else 0 */
+    int64_t  heads, items,
+        blocks;              /* KV heads; row blocks over all; row blocks of a KV head if all have as many, else 0 */
     int64_t  rows;           /* query rows of a KV head, at most */
 };
 
@@ -1951,7 +1985,11 @@ dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device 
     }
     b->kernel = b->rows <= 16 ? MMA16 : b->rows <= 32 ? MMA32 : MMA_MANY;
     if (b->kernel == MMA_MANY && dev.arch == 90 && b->tma && b->d <= 128 && type_bytes(b->type) == 2) b->kernel = WGMMA;
-    b->M = b->kernel == MMA16 ? 16 : b->kernel == MMA32 ? 32 : b->d == 256 ? 64 : b->kernel == WGMMA && b->d == 64 ? 192 : 128;
+    b->M = b->kernel == MMA16                 ? 16
+           : b->kernel == MMA32               ? 32
+           : b->d == 256                      ? 64
+           : b->kernel == WGMMA && b->d == 64 ? 192
+                                              : 128;
     for (int64_t i = 0; i < n; i++) {
         int64_t blocks = ceil_div(a[i].H / a[i].Hkv * a[i].N_q, b->M);
         b->items += blocks * a[i].Hkv;
@@ -1961,9 +1999,9 @@ dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device 
     return DKV_OK;
 }
 
-typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                           const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                           const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                           CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 /* [heads][rows][d], boxes of a panel of columns by a tile of rows. */
 dkv_result encode_map(CUtensorMap *map, const dkv_tensor &t, int64_t d, int64_t rows, int64_t heads, int D) {
@@ -1981,10 +2019,10 @@ dkv_result encode_map(CUtensorMap *map, const dkv_tensor &t, int64_t d, int64_t 
     cuuint64_t  size[3] = {(cuuint64_t)d, (cuuint64_t)rows, (cuuint64_t)heads};
     cuuint64_t  stride[2] = {(cuuint64_t)t.stride_token, (cuuint64_t)(heads > 1 ? t.stride_head : 16)};
     cuuint32_t  box[3] = {(cuuint32_t)(panel / e), (cuuint32_t)(e == 1 ? 2 * TILE : TILE), 1}, step[3] = {1, 1, 1};
-    CUresult    r = encode(map, e == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t.data, size,
-                           stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                           panel == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult r = encode(map, e == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t.data, size,
+                        stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        panel == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return r == CUDA_SUCCESS ? DKV_OK : DKV_ERR_DEVICE;
 }
 
@@ -2040,8 +2078,8 @@ dkv_result describe(Attention *x, const dkv_attention &a, const Batch &b, const 
 }
 
 /* Items in the order they are taken: with few of them KV heads, with many row blocks, those with most keys first. */
-__global__ void make_items(const Attention *attentions, const Head *heads, Item *items, int *arrived, int n, int n_items,
-                           int keys, int whole) {
+__global__ void make_items(const Attention *attentions, const Head *heads, Item *items, int *arrived, int n,
+                           int n_items, int keys, int whole) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n_items; i += gridDim.x * blockDim.x) {
         int a = 0, last = n - 1;
         while (a < last) { /* the last attention whose items begin at or before i */
@@ -2096,7 +2134,8 @@ extern "C" dkv_result dkv_cuda_attend_size(size_t *block_bytes, size_t *ws_bytes
     if (r) return r;
     Sizes s = sizes_of(b, n, dev, 0);
     int64_t most_items = most(b.items, b.heads); /* whichever way a smaller grid takes them */
-    *block_bytes = (size_t)(s.items + round_up(most_items * (int64_t)sizeof(Item), 128) + round_up(most_items * 4, 128)) + TOUCHED;
+    *block_bytes =
+        (size_t)(s.items + round_up(most_items * (int64_t)sizeof(Item), 128) + round_up(most_items * 4, 128)) + TOUCHED;
     *ws_bytes = (size_t)round_up((int64_t)dev.sms * 2 * b.M * (b.d + 2) * 4, 128);
     return DKV_OK;
 }
@@ -2117,7 +2156,8 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     Attention x;
     int32_t   head = 0, row = 0;
     int64_t   item = 0, longest = 0;
-    for (int64_t i = 0; i < n && !r; i++) r = describe(&x, a[i], b, lengths ? lengths + i : NULL); /* before any write */
+    for (int64_t i = 0; i < n && !r; i++)
+        r = describe(&x, a[i], b, lengths ? lengths + i : NULL); /* before any write */
     if (r) return r;
     post.dst = (unsigned char *)base;
     post.stream = (cudaStream_t)stream;
@@ -2145,8 +2185,8 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     post.flush();
     if (s.n_items) {
         make_items<<<(unsigned)least(ceil_div(s.n_items, 128), (int64_t)256), 128, 0, (cudaStream_t)stream>>>(
-            (const Attention *)base, (const Head *)(base + s.heads), (Item *)(base + s.items), (int *)(base + s.arrived),
-            (int)n, (int)s.n_items, type_bytes(b.type) == 1 ? 2 * TILE : TILE, !s.split);
+            (const Attention *)base, (const Head *)(base + s.heads), (Item *)(base + s.items),
+            (int *)(base + s.arrived), (int)n, (int)s.n_items, type_bytes(b.type) == 1 ? 2 * TILE : TILE, !s.split);
     }
     r = launched();
     if (r) return r;
@@ -2202,7 +2242,8 @@ template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_
     if (RW > 2) w.arrived = NULL; /* pieces too large for one CTA to merge in passing */
     dkv_result r = launch(attend_mma<TYPE, D, RW>, dim3(k.ctas), S::THREADS + 32, w.stages * S::STAGE + S::FIXED, k,
                           stream, w);
-    if (!r && RW > 2 && w.split) r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k, stream, w, k.ctas);
+    if (!r && RW > 2 && w.split)
+        r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k, stream, w, k.ctas);
     return r;
 }
 
@@ -2222,7 +2263,8 @@ template <int TYPE, int D> dkv_result launch_type(const Work &w, const dkv_cuda_
 template <int D> dkv_result launch_d(const Work &w, const dkv_cuda_work &k, cudaStream_t stream) {
     if (D <= 128 && k.kernel == WGMMA) {
         constexpr int d = D <= 128 ? D : 128;
-        return k.type == DKV_BF16 ? launch_wgmma<__nv_bfloat16, d>(w, k, stream) : launch_wgmma<__half, d>(w, k, stream);
+        return k.type == DKV_BF16 ? launch_wgmma<__nv_bfloat16, d>(w, k, stream)
+                                  : launch_wgmma<__half, d>(w, k, stream);
     }
     switch (k.type) {
     case DKV_BF16: return launch_type<DKV_BF16, D>(w, k, stream);
@@ -2236,7 +2278,16 @@ template <int D> dkv_result launch_d(const Work &w, const dkv_cuda_work &k, cuda
 
 extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
     char *base = (char *)k->block;
-    Work  w = {(const Attention *)base, (const Item *)(base + k->items_at), k->lengths, (int *)(base + k->arrived_at), (float *)k->ws, (int)k->items, k->blocks, k->split, k->tma, 0};
+    Work  w = {(const Attention *)base,
+               (const Item *)(base + k->items_at),
+               k->lengths,
+               (int *)(base + k->arrived_at),
+               (float *)k->ws,
+               (int)k->items,
+               k->blocks,
+               k->split,
+               k->tma,
+               0};
     if (!k->items || !k->longest) return DKV_OK;
     if (k->d == 64) return launch_d<64>(w, *k, (cudaStream_t)stream);
     if (k->d == 128) return launch_d<128>(w, *k, (cudaStream_t)stream);
@@ -2283,7 +2334,8 @@ extern "C" dkv_result dkv_cuda_append(const dkv_cuda_work *w, dkv_tensor k, dkv_
     if (k.type > DKV_BF16 || v.type > DKV_BF16) return DKV_ERR_TYPE;
     if (!w->rows) return DKV_OK;
     unsigned x = (unsigned)most(least(w->longest * 8, (int64_t)512), (int64_t)1);
-    append<<<dim3(x, (unsigned)w->n), 128, 0, (cudaStream_t)stream>>>((const Attention *)w->block, k, v, is_vector(k), is_vector(v));
+    append<<<dim3(x, (unsigned)w->n), 128, 0, (cudaStream_t)stream>>>((const Attention *)w->block, k, v, is_vector(k),
+                                                                      is_vector(v));
     return launched();
 }
 
@@ -2364,7 +2416,9 @@ struct dkv_cuda_cache {
 
 namespace {
 
-int64_t tail_k_bytes(const dkv_cuda_cache *c) { return (int64_t)c->context->shape.Hkv * c->capacity * c->context->shape.d_k * 2; }
+int64_t tail_k_bytes(const dkv_cuda_cache *c) {
+    return (int64_t)c->context->shape.Hkv * c->capacity * c->context->shape.d_k * 2;
+}
 
 dkv_result tail_create(dkv_cuda_cache **out, Context *x, int64_t capacity) { /* takes over one reference of x */
     dkv_cuda_cache *c = (dkv_cuda_cache *)calloc(1, sizeof *c);
@@ -2395,8 +2449,8 @@ dkv_result read_length(int64_t *n, const dkv_cuda_cache *c, cudaStream_t stream)
 dkv_tensor tail_side(const dkv_cuda_cache *c, int l, bool v) {
     const Context *x = c->context;
     int64_t        d = v ? x->shape.d_v : x->shape.d_k;
-    return dkv_tensor{c->tail + l * c->layer + (v ? tail_k_bytes(c) : 0), type_bytes(x->type) == 1 ? DKV_F16 : x->type, d * 2,
-                      c->capacity * d * 2, 2};
+    return dkv_tensor{c->tail + l * c->layer + (v ? tail_k_bytes(c) : 0), type_bytes(x->type) == 1 ? DKV_F16 : x->type,
+                      d * 2, c->capacity * d * 2, 2};
 }
 
 } /* namespace */
@@ -2408,8 +2462,8 @@ extern "C" void dkv_cuda_cache_destroy(dkv_cuda_cache *c) {
     free(c);
 }
 
-extern "C" dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan *plan, const dkv_shape *s, dkv_type type,
-                                            int64_t capacity) {
+extern "C" dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan *plan, const dkv_shape *s,
+                                            dkv_type type, int64_t capacity) {
     Device     dev;
     dkv_result r = device_read(&dev);
     if (r) return r;
@@ -2428,13 +2482,15 @@ extern "C" dkv_result dkv_cuda_cache_pack(dkv_cuda_cache *c, int l, const dkv_se
     size_t     bytes;
     void      *memory = NULL;
     dkv_packed p;
-    dkv_result r = dkv_cuda_pack(NULL, NULL, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v, source, stream);
+    dkv_result r = dkv_cuda_pack(NULL, NULL, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v,
+                                 source, stream);
     if (r) return r;
     if (cudaMalloc(&memory, bytes ? bytes : 128)) {
         cudaGetLastError();
         return DKV_ERR_MEMORY;
     }
-    r = dkv_cuda_pack(&p, memory, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v, source, stream);
+    r = dkv_cuda_pack(&p, memory, &bytes, x->type, &x->plan, &x->on_device, l, x->shape.d_k, x->shape.d_v, source,
+                      stream);
     if (r) {
         cudaFree(memory);
         return r;
@@ -2444,7 +2500,8 @@ extern "C" dkv_result dkv_cuda_cache_pack(dkv_cuda_cache *c, int l, const dkv_se
     return DKV_OK;
 }
 
-extern "C" dkv_result dkv_cuda_cache_fork(dkv_cuda_cache **out, const dkv_cuda_cache *c, int64_t capacity, void *stream) {
+extern "C" dkv_result dkv_cuda_cache_fork(dkv_cuda_cache **out, const dkv_cuda_cache *c, int64_t capacity,
+                                          void *stream) {
     const Context  *x = c->context;
     dkv_cuda_cache *fork;
     int64_t         n;
@@ -2479,7 +2536,8 @@ extern "C" dkv_result dkv_cuda_cache_truncate(dkv_cuda_cache *c, int64_t n, void
     return launched();
 }
 
-extern "C" dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dkv_tensor q, int64_t N_q, dkv_tensor out) {
+extern "C" dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dkv_tensor q, int64_t N_q,
+                                                  dkv_tensor out) {
     const Context *x = c->context;
     dkv_attention  a;
     memset(&a, 0, sizeof a);
@@ -2563,9 +2621,11 @@ dkv_result move_rows(uint8_t *image, const dkv_cuda_cache *c, int64_t tail, bool
             Rows  &p = part[i];
             size_t row = (size_t)p.row, pitch = (size_t)most(p.pitch, p.row);
             if (p.n && to_device) {
-                r = did(cudaMemcpy2DAsync(p.device, pitch, image, row, row, (size_t)p.n, cudaMemcpyHostToDevice, stream));
+                r = did(
+                    cudaMemcpy2DAsync(p.device, pitch, image, row, row, (size_t)p.n, cudaMemcpyHostToDevice, stream));
             } else if (p.n) {
-                r = did(cudaMemcpy2DAsync(image, row, p.device, pitch, row, (size_t)p.n, cudaMemcpyDeviceToHost, stream));
+                r = did(
+                    cudaMemcpy2DAsync(image, row, p.device, pitch, row, (size_t)p.n, cudaMemcpyDeviceToHost, stream));
             }
             image += row * (size_t)p.n;
         }
@@ -2610,7 +2670,8 @@ extern "C" dkv_result dkv_cuda_cache_download(dkv_cache **out, const dkv_cuda_ca
     return r;
 }
 
-extern "C" dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cache *from, int64_t capacity, void *stream) {
+extern "C" dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cache *from, int64_t capacity,
+                                            void *stream) {
     const dkv_plan  *plan = dkv_cache_plan(from);
     const dkv_shape *s = dkv_cache_shape(from);
     const int64_t    heads = (int64_t)s->L * s->Hkv, tail = dkv_cache_tail(from, 0);
@@ -2639,7 +2700,9 @@ extern "C" dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cach
         x.bytes += y.bytes;
     }
     if (!r) r = did(cudaDeviceSynchronize()); /* the zeros, before another stream writes rows */
-    if (!r) r = move_rows(image + IMAGE_HEADER + heads * 8 + plan->first[heads] * 16 + s->L * 8, c, tail, true, (cudaStream_t)stream);
+    if (!r)
+        r = move_rows(image + IMAGE_HEADER + heads * 8 + plan->first[heads] * 16 + s->L * 8, c, tail, true,
+                      (cudaStream_t)stream);
     if (!r) r = dkv_cuda_cache_truncate(c, tail, stream);
     free(image);
     if (r) dkv_cuda_cache_destroy(c);

@@ -70,7 +70,7 @@ static float *rows_of(const lm_params *p, int64_t n) { return guarded((size_t)(n
 
 /* ---- how far logits may be ------------------------------------------------ */
 
-/* In units of the CPU's logits' own standard deviation. bf16 keeps 8 bits, so rounding costs 2^-9 / sqrt 3 = 0.11 % of a
+/* In units of the CPU logits' own standard deviation. bf16 keeps 8 bits, so rounding costs 2^-9 / sqrt 3 = 0.11 % of a
    value's deviation, for weights and inputs of each of a layer's seven products, for q, K and V, and for probabilities;
    the residual stream carries it on, and attention between two nearly equal scores multiplies it. 8-bit caches: where
    bf16's noise moves K or V across the middle of a step, that step is added. Measured on an H200 for 2 layers of random
@@ -125,7 +125,7 @@ static void converse(lm_model *m, lm_cache *c, const int32_t *ids, int64_t T_c, 
     }
 }
 
-/* Prefill, two turns, and two other turns after the tail was cut off: all against the CPU. Then the first two again: the
+/* Prefill, two turns, and two others after the tail was cut off: all against the CPU. Then the first two again: the
    same bits. Everything is kept, or about half. */
 static void compare_engines(const pair *m, dkv_type type, bool dense, int64_t T_c) {
     const int64_t V = m->p->V, bytes = REST * V * (int64_t)sizeof(float);
