@@ -581,9 +581,9 @@ DKV_API dkv_result dkv_gated_backward(const dkv_gated *c, int64_t n, void *ws, s
 /* Structs are those above with device pointers inside, except that dkv_packed.rows and dkv_segment.rows stay host
    arrays; stream is a cudaStream_t. Nothing waits for the device but cache_fork, _upload and _download, and only
    dkv_cuda_cache_* and dkv_cuda_plan allocate or copy from the host: the rest may be captured into a graph. The same
-   call gives the same bits, run to run and beside other streams. DEVICE whenever the runtime reports an error. Linking this
-   part needs the CUDA runtime; the tensor map encoder is asked from the driver at run time. A step of decoding, one
-   work per layer made by dkv_cuda_prepare, everything capturable once for a whole generation:
+   call gives the same bits, run to run and beside other streams. DEVICE whenever the runtime reports an error. Linking
+   this part needs the CUDA runtime; the tensor map encoder is asked from the driver at run time. A step of decoding,
+   one work per layer made by dkv_cuda_prepare, capturable once for a whole generation:
 
        dkv_cuda_advance(length, 1, 1, stream);                        // device-side length of the tail
        for each layer: dkv_cuda_append(&work[l], k, v, stream), dkv_cuda_attend(&work[l], stream);
