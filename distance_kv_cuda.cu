@@ -757,8 +757,6 @@ DKV__DEVICE int tiles_until(const Item &x, int64_t length, int64_t end) {
 
 /* ---- shares of work ---- */
 
-constexpr int START = 2; /* units before an item's first tile: see Walk */
-
 /* Unit at which group c's share begins, of n groups. Called, as are other things that run once per piece: code that is
    run once costs the time it takes to fetch it. */
 __device__ __noinline__ int share(int units, int n, int c) { return units / n * c + units % n * c / n; }
@@ -783,9 +781,7 @@ DKV__DEVICE int piece_slot(const Pieces &p, int c) {
 }
 /* Of the item with n units from unit on; by a whole warp. */
 __device__ __noinline__ Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m) {
-    Pieces p = {units, groups, blocks, m, 0, 0, 0, 0};
-    p.first = group_of(units, groups, unit + START);
-    p.last = group_of(units, groups, unit + n - 1);
+    Pieces p = {units, groups, blocks, m, group_of(units, groups, unit), group_of(units, groups, unit + n - 1), 0, 0};
     p.late = share(units, groups, p.first) < unit;
     for (int c = p.first; c <= p.last; c += 32)
         p.count += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
@@ -804,14 +800,13 @@ struct Piece {
     Pieces           all;                            /* and where all of them do */
 };
 
-/* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too, and
-   START before them: what it costs a CTA to begin another item (queries, a merge), or its share would end last.
+/* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too.
    Group c of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at
    the same time. One warp of a CTA walks, and tells the others by shared memory. */
 struct Walk { int item, at, pieces, left, unit, units; };
 
 DKV__DEVICE int item_units(const Work &w, const Item &x) {
-    return START + most(x.context + (int)ceil_div(tail_length(w, x), TILE), 1);
+    return most(x.context + (int)ceil_div(tail_length(w, x), TILE), 1);
 }
 
 /* Completes a piece that is not the whole item; by a whole warp. */
@@ -899,11 +894,10 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
         x.item += gridDim.x;
         return true;
     }
-    const int units = item_units(w, i), n = least(x.left, units - x.at), end = x.at + n - START;
-    if (end <= 0) return false; /* the share ends before the item's first tile */
-    p.tile = most(x.at - START, 0);
-    p.whole = end - p.tile == units - START;
-    p.end = least(p.end, end);
+    int units = item_units(w, i), n = least(x.left, units - x.at);
+    p.whole = n == units;
+    p.tile = x.at;
+    p.end = least(p.end, x.at + n);
     p.slot = 2 * blockIdx.x + (x.pieces++ > 0);
     p.all.units = units; /* what pieces_of completes: it takes divisions, and loads should start first */
     p.all.first = x.unit;
