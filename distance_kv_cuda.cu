@@ -136,7 +136,6 @@ DKV__DEVICE uint64_t policy_evict_normal() {
 /* The map was written by another kernel through ordinary stores. */
 DKV__DEVICE void tma_acquire(const CUtensorMap *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 /* Kernels of a stream overlap: the next one may be scheduled from here on, and waits until this one has ended. */
 DKV__DEVICE void let_next_start() {
@@ -384,10 +383,11 @@ struct PackSide {
     float     *scale;      /* [Hkv][d'], 8-bit only: largest magnitudes until they are made scales */
     int        d, row, vector, copy; /* row bytes; from has 16-byte rows; and is of the same type */
 };
-struct PackLayer { /* grid: (tiles of the longest head, heads, sides of 8-bit types) */
+struct PackLayer { /* grid: (tiles of the longest head, heads), from head g on */
     PackSide       side[2];
     const int64_t *first, *rows; /* of the layer, on the device */
     const dkv_run *runs;
+    int            g;
     dkv_type       type;
 };
 struct PackHead { /* what a CTA needs of it */
@@ -397,12 +397,11 @@ struct PackHead { /* what a CTA needs of it */
 };
 DKV__DEVICE PackHead pack_head(const PackLayer &p) {
     PackHead h;
-    h.g = blockIdx.y;
+    h.g = p.g + blockIdx.y;
     h.runs = p.runs + p.first[h.g];
     h.n_runs = (int)(p.first[h.g + 1] - p.first[h.g]);
     h.rows = p.rows[h.g];
     h.base = 0;
-#pragma unroll 8
     for (int i = 0; i < h.g; i++) h.base += round_up(p.rows[i], TILE);
     return h;
 }
@@ -529,49 +528,57 @@ __global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLay
 /* A thread has eight channels of every lanes-th row; rows whose loads are in flight together. */
 constexpr int PACK_ROWS = 4;
 
-/* Largest magnitudes of a head's channels into side.scale, by tiles in turns: as integers their order is that of the
-   floats, so the maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. */
+/* Largest magnitudes of the head's channels into side.scale: as integers their order is that of the floats, so the
+   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. Tiles in turns. */
 __global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ PackLayer p) {
     __shared__ int64_t  position[TILE];
     __shared__ dkv_run  runs[TILE];
     __shared__ int      found;
-    __shared__ unsigned top[256];
+    __shared__ unsigned top[2][256];
     const PackHead      h = pack_head(p);
-    const PackSide     &s = p.side[blockIdx.z];
-    const int           chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-    unsigned            own[8] = {};
+    unsigned            own[2][8] = {};
     for (int64_t tile = blockIdx.x; tile * TILE < h.rows; tile += gridDim.x) {
         tile_positions(h, tile, position, runs, &found);
-        for (int row0 = threadIdx.x / chunks; threadIdx.x < lanes * chunks && row0 < TILE; row0 += lanes * PACK_ROWS) {
-            Eight x[PACK_ROWS];
 #pragma unroll
-            for (int k = 0; k < PACK_ROWS; k++) {
-                int row = row0 + k * lanes;
-                x[k] = Eight{};
-                if (row < TILE && position[row] >= 0) {
-                    x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
-                                 s.from.stride_dim, s.vector);
+        for (int i = 0; i < 2; i++) {
+            const PackSide &s = p.side[i];
+            const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
+            if (threadIdx.x >= lanes * chunks) continue;
+            for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
+                Eight x[PACK_ROWS];
+#pragma unroll
+                for (int k = 0; k < PACK_ROWS; k++) {
+                    int row = row0 + k * lanes;
+                    x[k] = Eight{};
+                    if (row < TILE && position[row] >= 0) {
+                        x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
+                                     s.from.stride_dim, s.vector);
+                    }
                 }
-            }
 #pragma unroll
-            for (int k = 0; k < PACK_ROWS; k++) {
+                for (int k = 0; k < PACK_ROWS; k++) {
 #pragma unroll
-                for (int u = 0; u < 8; u++) {
-                    unsigned a = __float_as_uint(x[k].x[u]) & 0x7fffffffu;
-                    own[u] = most(own[u], a >= 0x7f800000u ? 0x7fc00000u : a);
+                    for (int u = 0; u < 8; u++) {
+                        unsigned a = __float_as_uint(x[k].x[u]) & 0x7fffffffu;
+                        own[i][u] = most(own[i][u], a >= 0x7f800000u ? 0x7fc00000u : a);
+                    }
                 }
             }
         }
         __syncthreads();
     }
-    top[threadIdx.x] = 0;
+    for (int i = 0; i < 2; i++) top[i][threadIdx.x] = 0;
     __syncthreads();
-    for (int u = 0; u < 8; u++) {
-        if (own[u]) atomicMax(&top[c * 8 + u], own[u]);
+    for (int i = 0; i < 2; i++) {
+        const PackSide &s = p.side[i];
+        for (int u = 0; u < 8; u++) {
+            if (own[i][u]) atomicMax(&top[i][threadIdx.x % (s.d / 8) * 8 + u], own[i][u]);
+        }
+        __syncthreads();
+        if (threadIdx.x < s.d && top[i][threadIdx.x]) {
+            atomicMax((unsigned *)s.scale + h.g * (s.row / type_bytes(p.type)) + threadIdx.x, top[i][threadIdx.x]);
+        }
     }
-    __syncthreads();
-    if (threadIdx.x < s.d && top[threadIdx.x])
-        atomicMax((unsigned *)s.scale + h.g * s.row + threadIdx.x, top[threadIdx.x]);
 }
 
 /* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once). */
@@ -582,37 +589,39 @@ template <int TYPE> __global__ void __launch_bounds__(256) quantise_tile(const _
     const PackHead     h = pack_head(p);
     if ((int64_t)blockIdx.x * TILE >= h.rows) return;
     tile_positions(h, blockIdx.x, position, runs, &found);
-    const PackSide &s = p.side[blockIdx.z];
-    const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-    char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row + c * 8;
-    float           scale[8], inverse[8];
-    if (threadIdx.x >= lanes * chunks) return;
-    for (int u = 0; u < 8; u++) {
-        scale[u] = scale_from(s.scale[h.g * s.row + c * 8 + u], p.type);
-        inverse[u] = 1.0f / scale[u];
-    }
-    for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
-        Eight x[PACK_ROWS];
-#pragma unroll
-        for (int k = 0; k < PACK_ROWS; k++) {
-            int row = row0 + k * lanes;
-            x[k] = Eight{};
-            if (row < TILE && position[row] >= 0 && c * 8 < s.d) {
-                x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim,
-                             s.vector);
-            }
+    for (int i = 0; i < 2; i++) {
+        const PackSide &s = p.side[i];
+        const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
+        char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row + c * 8;
+        float           scale[8], inverse[8];
+        if (threadIdx.x >= lanes * chunks) continue;
+        for (int u = 0; u < 8; u++) {
+            scale[u] = scale_from(s.scale[h.g * s.row + c * 8 + u], p.type);
+            inverse[u] = 1.0f / scale[u];
         }
+        for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
+            Eight x[PACK_ROWS];
 #pragma unroll
-        for (int k = 0; k < PACK_ROWS; k++) {
-#pragma unroll
-            for (int u = 0; u < 8; u++) {
-                float y = x[k].x[u] * inverse[u];
-                x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
+            for (int k = 0; k < PACK_ROWS; k++) {
+                int row = row0 + k * lanes;
+                x[k] = Eight{};
+                if (row < TILE && position[row] >= 0 && c * 8 < s.d) {
+                    x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
+                                 s.from.stride_dim, s.vector);
+                }
             }
-            if (row0 + k * lanes >= TILE) continue;
-            *(uint2 *)(to + (int64_t)(row0 + k * lanes) * s.row) =
-                uint2{bytes_of<TYPE>(x[k].x[0], x[k].x[1], x[k].x[2], x[k].x[3]),
-                      bytes_of<TYPE>(x[k].x[4], x[k].x[5], x[k].x[6], x[k].x[7])};
+#pragma unroll
+            for (int k = 0; k < PACK_ROWS; k++) {
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+                    float y = x[k].x[u] * inverse[u];
+                    x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
+                }
+                if (row0 + k * lanes >= TILE) continue;
+                *(uint2 *)(to + (int64_t)(row0 + k * lanes) * s.row) =
+                    uint2{bytes_of<TYPE>(x[k].x[0], x[k].x[1], x[k].x[2], x[k].x[3]),
+                          bytes_of<TYPE>(x[k].x[4], x[k].x[5], x[k].x[6], x[k].x[7])};
+            }
         }
     }
 }
@@ -664,13 +673,13 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     int64_t longest = 0;
     for (int g = 0; g < plan->Hkv; g++) longest = most(longest, ceil_div(rows[g], TILE));
     dkv_result r = scaled ? did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)(y.bytes - y.k_scale), st)) : DKV_OK;
-    const dim3 grid((unsigned)longest, (unsigned)plan->Hkv, scaled ? 2 : 1);
-    if (longest && !r && scaled) {
-        measure_tiles<<<dim3(least(grid.x, 64u), grid.y, 2), 256, 0, st>>>(p);
-        if (type == DKV_I8) quantise_tile<DKV_I8><<<grid, 256, 0, st>>>(p);
-        else quantise_tile<DKV_FP8><<<grid, 256, 0, st>>>(p);
-    } else if (longest && !r) {
-        pack_tile<<<grid, 256, 0, st>>>(p);
+    if (!scaled && longest) pack_tile<<<dim3((unsigned)longest, (unsigned)plan->Hkv), 256, 0, st>>>(p);
+    for (p.g = 0; scaled && p.g < plan->Hkv && !r; p.g++) { /* by heads, so that the second reading hits L2 */
+        unsigned tiles = (unsigned)ceil_div(rows[p.g], TILE);
+        if (!tiles) continue;
+        measure_tiles<<<least(tiles, 528u), 256, 0, st>>>(p);
+        if (type == DKV_I8) quantise_tile<DKV_I8><<<tiles, 256, 0, st>>>(p);
+        else quantise_tile<DKV_FP8><<<tiles, 256, 0, st>>>(p);
     }
     if (scaled && !r) {
         int n = (int)((y.bytes - y.k_scale) / 4);
@@ -770,8 +779,9 @@ DKV__DEVICE int group_of(int units, int n, int u) {
 
 /* Where the pieces of an item are: in slots of groups first .. last, in order. */
 struct Pieces {
-    int units, groups, blocks, m, first, last, count;
+    int units, groups, blocks, m, first, last;
     int late; /* the first group's piece is not the first of its CTA */
+    int count;
 };
 
 /* Slot of group c's piece, -1 if it has none: where there are fewer units than groups, some shares are empty. */
@@ -1413,20 +1423,6 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     int      *flag = (int *)(piece_empty + 2);
     Piece    *pieces = (Piece *)(full + 32); /* what to do comes from the producer; no attention: the end */
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-#if __CUDA_ARCH__ >= 900
-    let_next_start();
-#endif
-    Walk             walk;
-    const Attention *known = NULL; /* whose tensor maps may be used */
-    if (warp == S::WARPS) { /* the producer finds its share while the barriers are made */
-#if __CUDA_ARCH__ >= 900
-        if (w.tma && lane < SOURCES) tma_acquire(&w.attentions->map[lane]); /* most batches are of one */
-        known = w.attentions;
-        __syncwarp();
-#endif
-        touch(w.attentions, w.items, w.lengths, lane); /* after the fence, which empties L1 */
-        walk = walk_begin(w);
-    }
     if (threadIdx.x == 0) {
 #pragma unroll 1
         for (int i = 0; i < w.stages; i++) {
@@ -1439,16 +1435,27 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
 #endif
     }
     __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    let_next_start();
+#endif
     Ring<2>  turn;
     int      stage = 0;
     uint32_t phase = 0;
 
-    if (warp == S::WARPS) {
-        uint64_t policy = 0;
-        Piece    p;
+    if (warp == S::WARPS) { /* the producer */
+        uint64_t         policy = 0;
+        const Attention *known = NULL; /* whose tensor maps may be used */
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
 #endif
+#if __CUDA_ARCH__ >= 900
+        if (w.tma && lane < SOURCES) tma_acquire(&w.attentions->map[lane]); /* most batches are of one */
+        known = w.attentions;
+        __syncwarp();
+#endif
+        touch(w.attentions, w.items, w.lengths, lane); /* after the fence, which empties L1 */
+        Walk  walk = walk_begin(w);
+        Piece p;
         for (;; turn.next()) {
             if (!walk_next<M>(walk, p, w)) p.a = NULL;
             else if (!p.whole && p.tile >= p.end) complete(p, walk, w);
