@@ -70,13 +70,13 @@ static float *rows_of(const lm_params *p, int64_t n) { return guarded((size_t)(n
 
 /* ---- how far logits may be ------------------------------------------------ */
 
-/* In units of the CPU logits' own standard deviation. bf16 keeps 8 bits, so rounding costs 2^-9 / sqrt 3 = 0.11 % of a
-   value's deviation, for weights and inputs of each of a layer's seven products, for q, K and V, and for probabilities;
-   the residual stream carries it on, and attention between two nearly equal scores multiplies it. 8-bit caches: where
-   bf16's noise moves K or V across the middle of a step, that step is added. Measured with these roundings (but those of
-   probabilities) for 2 layers of random weights: max 16 % and rms 1.6 %; for SmolLM2's 30 layers 9.9 % and 2.5 %, so
-   that depth allows more; on an H200, 8 bits and 2 layers: max 40 % and rms 4.0 %. A wrong angle, bias or mask costs rms
-   10 % and more. */
+/* In units of the CPU logits' own standard deviation. bf16 keeps 8 bits, so rounding costs 2^-9 / sqrt 3 = 0.11 % of
+   a value's deviation, for weights and inputs of each of a layer's seven products, for q, K and V, and for
+   probabilities; the residual stream carries it on, and attention between two nearly equal scores multiplies it.
+   8-bit caches: where bf16's noise moves K or V across the middle of a step, that step is added. Measured with these
+   roundings (but those of probabilities) for 2 layers of random weights: max 16 % and rms 1.6 %; for SmolLM2's 30
+   layers 9.9 % and 2.5 %, so that depth allows more; on an H200, 8 bits and 2 layers: max 40 % and rms 4.0 %. A
+   wrong angle, bias or mask costs rms 10 % and more. */
 typedef struct { double max, rms; } bound;
 
 static bound bound_of(const lm_params *p, dkv_type type) {
