@@ -3079,19 +3079,28 @@ DKV__PRIVATE void dkv__attend_tile(const dkv__item *it, const dkv__keys *y, cons
     }
 }
 
+DKV__INLINE float dkv__scale_or_default(float scale, int64_t d) {
+    return scale > 0.0f ? scale : 1.0f / sqrtf((float)d);
+}
+
+/* x[wk], zeros behind d <- query i of head h, times scale and the channel scales of the keys that it will meet. */
+DKV__PRIVATE void dkv__load_query(float *x, int64_t wk, const dkv_tensor *q, int64_t i, int64_t h, int64_t d,
+                                  float scale, const float *k_scale, const dkv__kernels *f) {
+    dkv__load_row(x, q, i, h, d, f);
+    for (int64_t j = 0; j < d; j++) x[j] *= scale;
+    dkv__scale_row(x, k_scale, d);
+    for (int64_t j = d; j < wk; j++) x[j] = 0.0f;
+}
+
 /* Queries times scale, and times the channel scales of the segment that begins with these keys. */
 DKV__PRIVATE void dkv__load_queries(const dkv__item *it, const dkv__scratch *x, const dkv__keys *y,
                                     const dkv__kernels *f) {
     const dkv_attention *a = it->a;
     const int64_t        G = a->H / a->Hkv;
-    const float          scale = a->scale > 0.0f ? a->scale : 1.0f / sqrtf((float)a->d_k);
+    const float          scale = dkv__scale_or_default(a->scale, a->d_k);
     for (int64_t r = 0; r < it->rows; r++) {
         int64_t i = (it->row + r) / G, h = it->g * G + (it->row + r) % G;
-        float  *q = x->q + r * x->wk;
-        dkv__load_row(q, &a->q, i, h, a->d_k, f);
-        for (int64_t j = 0; j < a->d_k; j++) q[j] *= scale;
-        dkv__scale_row(q, y->k_scale, a->d_k);
-        for (int64_t j = a->d_k; j < x->wk; j++) q[j] = 0.0f;
+        dkv__load_query(x->q + r * x->wk, x->wk, &a->q, i, h, a->d_k, scale, y->k_scale, f);
     }
     if (y->tiles) y->tiles->split_rows(x->q_parts, x->wk, x->q, x->wk, it->rows, x->wk);
 }
@@ -3286,25 +3295,25 @@ DKV_API dkv_result dkv_attend_size(size_t *bytes, const dkv_attention *a, int64_
     return DKV_OK;
 }
 
-/* As many of the default threads as the workspace serves: results do not depend on it. */
-DKV__PRIVATE int dkv__threads_that_fit(const dkv__schedule *s, size_t ws_bytes) {
-    size_t slots = (size_t)dkv__workspace_bytes(s, 0), scratch = (size_t)dkv__workspace_bytes(s, 1) - slots;
-    size_t fit = (ws_bytes - slots) / scratch, most = (size_t)dkv__default_threads();
-    return (int)(fit < most ? fit : most);
+/* par, or as many of the default threads as a workspace of fixed + nth * each bytes serves; nth 0: not even one. */
+DKV__PRIVATE dkv_parallel dkv__threads(const dkv_parallel *par, size_t ws_bytes, int64_t fixed, int64_t each) {
+    dkv_parallel own = {dkv__default_run, NULL, dkv__default_threads()};
+    size_t       fit = ws_bytes < (size_t)fixed ? 0 : (ws_bytes - (size_t)fixed) / (size_t)each;
+    if (!par && (size_t)own.nth > fit) own.nth = (int)fit;
+    if (par) own = *par;
+    if (own.nth < 1 || (size_t)own.nth > fit) own.nth = 0;
+    return own;
 }
 
 DKV_API dkv_result dkv_attend(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par) {
-    dkv_parallel  own = {dkv__default_run, NULL, 1};
     dkv__schedule s;
     dkv_result    r = dkv__attend_check(&s, a, n, ws, ws_bytes, par ? par->nth : 1);
     if (r) return r;
-    if (!par) {
-        own.nth = dkv__threads_that_fit(&s, ws_bytes);
-        par = &own;
-    }
-    dkv__call call = {&s, ws};
-    par->run(par->user, par->nth, dkv__part_task, &call);
-    if (s.slots) par->run(par->user, par->nth, dkv__combine_task, &call);
+    int64_t      slots = dkv__workspace_bytes(&s, 0);
+    dkv_parallel run = dkv__threads(par, ws_bytes, slots, dkv__workspace_bytes(&s, 1) - slots);
+    dkv__call    call = {&s, ws};
+    run.run(run.user, run.nth, dkv__part_task, &call);
+    if (s.slots) run.run(run.user, run.nth, dkv__combine_task, &call);
     return DKV_OK;
 }
 
@@ -3871,19 +3880,6 @@ DKV__PRIVATE dkv_attention dkv__keys_only(const dkv_attention *a) {
     return keys;
 }
 
-/* x[d, padded to 16] <- query i of head h, times scale and the channel scales of the keys that it will meet. */
-DKV__PRIVATE void dkv__load_query(float *x, const dkv_tensor *q, int64_t i, int64_t h, int64_t d, float scale,
-                                  const float *k_scale, const dkv__kernels *f) {
-    dkv__load_row(x, q, i, h, d, f);
-    for (int64_t j = 0; j < d; j++) x[j] *= scale;
-    dkv__scale_row(x, k_scale, d);
-    for (int64_t j = d; j < dkv__v_width(d); j++) x[j] = 0.0f;
-}
-
-DKV__INLINE float dkv__scale_or_default(float scale, int64_t d) {
-    return scale > 0.0f ? scale : 1.0f / sqrtf((float)d);
-}
-
 DKV__PRIVATE void dkv__probe_queries(const dkv__probe *p, const dkv__item *it, const dkv__scratch *x,
                                      const float *k_scale, const dkv__kernels *f) {
     const dkv_attention *a = p->a;
@@ -3891,7 +3887,7 @@ DKV__PRIVATE void dkv__probe_queries(const dkv__probe *p, const dkv__item *it, c
     const float          scale = dkv__scale_or_default(a->scale, a->d_k);
     for (int64_t r = 0; r < it->rows; r++) {
         int64_t i = p->asked[(it->row + r) / G], h = it->g * G + (it->row + r) % G;
-        dkv__load_query(x->q + r * x->wk, &a->q, i, h, a->d_k, scale, k_scale, f);
+        dkv__load_query(x->q + r * x->wk, x->wk, &a->q, i, h, a->d_k, scale, k_scale, f);
     }
 }
 
@@ -3967,16 +3963,6 @@ DKV_API dkv_result dkv_score_size(size_t *bytes, const dkv_attention *a, int nth
     if (r) return r;
     *bytes = (size_t)(dkv__probe_fixed(&keys) + (nth > 0 ? nth : dkv__default_threads()) * dkv__probe_each(&keys));
     return DKV_OK;
-}
-
-/* par, or as many of the default threads as a workspace of fixed + nth * each bytes serves; nth 0: not even one. */
-DKV__PRIVATE dkv_parallel dkv__threads(const dkv_parallel *par, size_t ws_bytes, int64_t fixed, int64_t each) {
-    dkv_parallel own = {dkv__default_run, NULL, dkv__default_threads()};
-    size_t       fit = ws_bytes < (size_t)fixed ? 0 : (ws_bytes - (size_t)fixed) / (size_t)each;
-    if (!par && (size_t)own.nth > fit) own.nth = (int)fit;
-    if (par) own = *par;
-    if (own.nth < 1 || (size_t)own.nth > fit) own.nth = 0;
-    return own;
 }
 
 /* A query with a source asks for a row of the context. */
@@ -4543,7 +4529,7 @@ DKV__PRIVATE void dkv__gated_load(dkv__gated_work *w, int64_t g, int64_t row, in
     for (int64_t r = 0; r < n; r++) {
         dkv__gated_row at = dkv__gated_row_at(c, g, row + r);
         float         *d_out = w->o[0] + r * w->wv, *out = w->o[1] + r * w->wv;
-        dkv__load_query(w->q + r * w->wk, &at.x->q, at.i, at.h, c->d_k, scale, NULL, w->f);
+        dkv__load_query(w->q + r * w->wk, w->wk, &at.x->q, at.i, at.h, c->d_k, scale, NULL, w->f);
         if (!w->backward) continue;
         double delta = 0.0;
         dkv__load_row(d_out, &at.x->d_out, at.i, at.h, c->d_v, w->f);
