@@ -19,9 +19,6 @@ static int64_t H, Hkv, d, D, context, W = 128, S = -1, R = -1;
 static double physical = -1, threshold = -1;
 static const char *like, *model, *output;
 
-enum { MAX_SIDE = 4096, MAX_BINS = 1 << 20 }; /* dkv_pattern's ranges */
-static const double TWO_36 = 68719476736.;
-
 static const char NOTES[] =
     "SOURCE is a DuoAttention folder (full_attention_heads.tsv and config.json) or a reference pattern (.pt).\n"
     "A DuoAttention head that is a full one keeps all bins, others none; full are those above --threshold (0.5), or\n"
@@ -176,7 +173,7 @@ int command_import(int argc, char **argv) {
         {0, "like", "MODEL.gguf", OPT_TEXT, &like, 0, 0, "the model: heads, head dimension, name"},
         {0, "query-heads", "H", OPT_INT, &H, 1, MAX_SIDE, "or query heads per layer (DuoAttention)"},
         {0, "kv-heads", "HKV", OPT_INT, &Hkv, 1, MAX_SIDE, "or KV heads per layer (.pt)"},
-        {0, "head-dim", "d", OPT_INT, &d, 1, 576, "head dimension (default: any)"},
+        {0, "head-dim", "d", OPT_INT, &d, 1, MAX_DIM, "head dimension (default: any)"},
         {0, "bins", "D", OPT_INT, &D, 1, MAX_BINS, "distance bins (DuoAttention)"},
         {0, "ctx", "T", OPT_INT, &context, 1, TWO_36, "or as many as a context of T tokens has"},
         {0, "bin-width", "W", OPT_INT, &W, 1, TWO_36, "tokens per bin (default: 128)"},

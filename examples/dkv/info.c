@@ -21,7 +21,7 @@ static int64_t f16_bytes(const dkv_pattern *p, int64_t rows) { return rows * 2 *
 static dkv_stats measure(const dkv_pattern *p, const char *path) {
     dkv_stats s;
     double bytes = 4. * p->L * p->Hkv * (p->d ? p->d : 1) * (double)context;
-    if (bytes > 9007199254740992.) fail("a context of %lld tokens is too long to count its bytes", (long long)context);
+    if (bytes > TWO_53) fail("a context of %lld tokens is too long to count its bytes", (long long)context);
     dkv_result r = dkv_dry_run(&s, p, context, (dkv_beyond)beyond);
     if (r == DKV_ERR_RANGE)
         fail("%s reaches %lld tokens, not %lld; choose --beyond clamp, keep or drop", path,

@@ -16,9 +16,6 @@ static double rho = -1, physical = -1;
 static const char *like, *heads, *mask, *model, *output;
 static int kind = -1;
 
-enum { MAX_SIDE = 4096, MAX_DIM = 576, MAX_BINS = 1 << 20 }; /* dkv_pattern's ranges */
-static const double TWO_36 = 68719476736., TWO_53 = 9007199254740992.;
-
 static const char NOTES[] =
     "The shape comes from --like, or from --layers, --query-heads, --kv-heads and --head-dim.\n"
     "\n"

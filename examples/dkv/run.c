@@ -424,7 +424,7 @@ int command_run(int argc, char **argv) {
         {0, "template", "raw|chatml|llama3|llama2", OPT_TEXT, &format, 0, 0, "chat format (default: the model's)"},
         {0, "temp", "T", OPT_REAL, &temperature, 0, 100, "sampling temperature (default: 0, the likeliest token)"},
         {0, "top-p", "P", OPT_REAL, &top_p, 0, 1, "sample from the likeliest tokens of this total (default: 1)"},
-        {0, "seed", "N", OPT_INT, &seed, 0, 9007199254740992., "of sampling (default: 0)"},
+        {0, "seed", "N", OPT_INT, &seed, 0, TWO_53, "of sampling (default: 0)"},
         {0, "device", "cpu|cuda", OPT_CHOICE, &place, 0, 0, "where to run (default: cpu)"},
         {'t', "threads", "N", OPT_INT, &threads, 1, 1024, "(default: all processors)"},
         {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},

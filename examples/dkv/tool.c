@@ -158,8 +158,6 @@ const char *base_name(const char *path) {
 
 /* ---- models ------------------------------------------------------------- */
 
-enum { MAX_SIDE = 4096 }; /* dkv_pattern's range of layers and heads */
-
 static bool printable(char c) { return c >= ' ' && c <= '~'; }
 
 static int64_t model_int(const gguf *g, gguf_str arch, const char *name, int64_t absent) {
@@ -238,5 +236,5 @@ double uniform(uint64_t *state) {
     uint64_t z = *state += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return (double)((z ^ z >> 31) >> 11) / 9007199254740992.;
+    return (double)((z ^ z >> 31) >> 11) / TWO_53;
 }

@@ -18,6 +18,12 @@ void *allocate(size_t count, size_t size); /* zeroed; fails when memory is short
 
 typedef enum { OPT_FLAG, OPT_INT, OPT_REAL, OPT_TEXT, OPT_CHOICE, OPT_END } option_type;
 
+/* Bounds of options: dkv_pattern's ranges, lengths, and the integers that a double holds. */
+enum { MAX_SIDE = 4096, MAX_DIM = 576, MAX_BINS = 1 << 20 };
+#define TWO_31 2147483648.
+#define TWO_36 68719476736.
+#define TWO_53 9007199254740992.
+
 /* One option: what it is called, what --help says, where its value goes. */
 typedef struct {
     char key;           /* short name, 0: none */
