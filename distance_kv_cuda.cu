@@ -112,6 +112,14 @@ DKV__DEVICE void copy16(uint32_t dst, const void *src, bool real) { /* zeros if 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
 }
 
+/* Kernels of a stream overlap on sm_90: the next one may be scheduled from here on, and waits until this one ends. */
+DKV__DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 #if __CUDA_ARCH__ >= 900
 DKV__DEVICE void bar_expect(uint64_t *bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
@@ -136,11 +144,6 @@ DKV__DEVICE uint64_t policy_evict_normal() {
 /* The map was written by another kernel through ordinary stores. */
 DKV__DEVICE void tma_acquire(const CUtensorMap *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
-}
-/* Kernels of a stream overlap: the next one may be scheduled from here on, and waits until this one has ended. */
-DKV__DEVICE void let_next_start() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 DKV__DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
@@ -359,6 +362,8 @@ struct Layout { /* bytes of a packed layer */
     int64_t k_scale, v_scale, v;  /* offsets */
     int64_t bytes;
 };
+
+bool head_dim_ok(int d) { return d >= 8 && d <= 256 && d % 8 == 0; }
 
 int64_t padded_d(dkv_type type, int64_t d) { return round_up(d, 16 / type_bytes(type)); }
 
@@ -648,7 +653,7 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
                                     void *stream) {
     const int64_t *rows = plan->rows + (int64_t)l * plan->Hkv;
     if (!packable(type)) return DKV_ERR_TYPE;
-    if (d_k < 8 || d_k > 256 || d_k % 8 || d_v < 8 || d_v > 256 || d_v % 8) return DKV_ERR_SHAPE;
+    if (!head_dim_ok(d_k) || !head_dim_ok(d_v)) return DKV_ERR_SHAPE;
     Layout y = layout_of(type, plan->Hkv, d_k, d_v, rows);
     if (!mem) {
         *bytes = (size_t)y.bytes;
@@ -1435,9 +1440,7 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
 #endif
     }
     __syncthreads();
-#if __CUDA_ARCH__ >= 900
     let_next_start();
-#endif
     Ring<2>  turn;
     int      stage = 0;
     uint32_t phase = 0;
@@ -1447,8 +1450,6 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
         const Attention *known = NULL; /* whose tensor maps may be used */
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
-#endif
-#if __CUDA_ARCH__ >= 900
         if (w.tma && lane < SOURCES) tma_acquire(&w.attentions->map[lane]); /* most batches are of one */
         known = w.attentions;
         __syncwarp();
@@ -1919,9 +1920,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 
 /* Slots into outputs when the pieces are large: a row a warp; grid: (rows of a block / 8, items, blocks). */
 template <int M, int D> __global__ void __launch_bounds__(256) combine(const __grid_constant__ Work w, int ctas) {
-#if __CUDA_ARCH__ >= 900
     let_next_start();
-#endif
     const int    item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
     const Item  &x = w.items[item];
     int          units, unit = units_before(w, item, &units);
@@ -1934,24 +1933,23 @@ template <int M, int D> __global__ void __launch_bounds__(256) combine(const __g
 
 /* ---- preparing a batch: checks, tensor maps, the block ---- */
 
-enum { MMA16, MMA32, MMA_MANY, WGMMA, KERNELS };
+enum { MMA16, MMA32, MMA_MANY, WGMMA };
 
 struct Batch { /* what all attentions of a batch have in common */
-    dkv_type type, tail;     /* of context and tail */
+    dkv_type type;           /* of the context; the tail's where there is none */
     int      kernel, d, M;   /* kernel, head dimension class, rows of a block */
     int      tma;
-    int64_t  heads, items,
-        blocks;              /* KV heads; row blocks over all; row blocks of a KV head if all have as many, else 0 */
+    int64_t  heads, items;   /* KV heads and row blocks, over all */
+    int64_t  blocks;         /* row blocks of a KV head if all have as many, else 0 */
     int64_t  rows;           /* query rows of a KV head, at most */
 };
 
 bool is_empty(const dkv_segment &s) { return !s.packed && s.n == 0; }
 
-
 dkv_result check_attention(Batch *b, const dkv_attention &a) {
     const float huge = 3.0e38f;
     if (a.H < 1 || a.Hkv < 1 || a.H > 4096 || a.H % a.Hkv || a.N_q < 0 || a.N_q > (1 << 24)) return DKV_ERR_SHAPE;
-    if (a.d_k < 8 || a.d_k > 256 || a.d_k % 8 || a.d_v < 8 || a.d_v > 256 || a.d_v % 8) return DKV_ERR_SHAPE;
+    if (!head_dim_ok(a.d_k) || !head_dim_ok(a.d_v)) return DKV_ERR_SHAPE;
     if (!(a.scale >= 0.0f && a.scale <= huge) || !(a.softcap >= 0.0f && a.softcap <= huge)) return DKV_ERR_FIELD;
     if (a.q.type > DKV_BF16 || a.out.type > DKV_BF16) return DKV_ERR_TYPE;
     if (a.tail.packed || a.tail.rows || a.context.rows) return DKV_ERR_TYPE;
@@ -1974,7 +1972,6 @@ dkv_result check_attention(Batch *b, const dkv_attention &a) {
     }
     if ((int64_t)(a.H / a.Hkv) * a.N_q > 1 << 30) return DKV_ERR_SHAPE;
     b->type = type;
-    b->tail = tail;
     int d = most(a.d_k, a.d_v);
     b->d = most(b->d, d <= 64 ? 64 : d <= 128 ? 128 : 256);
     b->heads += a.Hkv;
@@ -1985,7 +1982,7 @@ dkv_result check_attention(Batch *b, const dkv_attention &a) {
 }
 
 dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device &dev) {
-    *b = Batch{DKV_F32, DKV_F32, 0, 64, 0, dev.arch >= 90, 0, 0, 0, 0};
+    *b = Batch{DKV_F32, 0, 64, 0, dev.arch >= 90, 0, 0, 0, 0};
     for (int64_t i = 0; i < n; i++) {
         dkv_result r = check_attention(b, a[i]);
         if (r) return r;
@@ -2115,6 +2112,11 @@ constexpr int64_t TOUCHED = 1024; /* what touch may read behind the end */
 
 struct Sizes { int64_t heads, items, arrived, block, ws; int64_t n_items; int split, ctas, blocks; };
 
+int64_t block_bytes_of(int64_t items_at, int64_t n_items) {
+    return round_up(items_at + n_items * (int64_t)sizeof(Item), 128) + round_up(n_items * 4, 128) + TOUCHED;
+}
+int64_t slots_bytes(const Batch &b, int ctas) { return round_up((int64_t)ctas * 2 * b.M * (b.d + 2) * 4, 128); }
+
 Sizes sizes_of(const Batch &b, int64_t n, const Device &dev, int ctas) {
     Sizes s = {};
     ctas = ctas > 0 ? least(ctas, dev.sms) : dev.sms;
@@ -2126,8 +2128,8 @@ Sizes sizes_of(const Batch &b, int64_t n, const Device &dev, int ctas) {
     s.heads = n * (int64_t)sizeof(Attention);
     s.items = round_up(s.heads + b.heads * (int64_t)sizeof(Head), 128);
     s.arrived = round_up(s.items + s.n_items * (int64_t)sizeof(Item), 128);
-    s.block = round_up(s.arrived + s.n_items * 4, 128) + TOUCHED;
-    s.ws = s.split ? round_up((int64_t)s.ctas * 2 * b.M * (b.d + 2) * 4, 128) : 128;
+    s.block = block_bytes_of(s.items, s.n_items);
+    s.ws = s.split ? slots_bytes(b, s.ctas) : 128;
     return s;
 }
 
@@ -2140,10 +2142,9 @@ extern "C" dkv_result dkv_cuda_attend_size(size_t *block_bytes, size_t *ws_bytes
     if (!r) r = batch_read(&b, a, n, dev);
     if (r) return r;
     Sizes s = sizes_of(b, n, dev, 0);
-    int64_t most_items = most(b.items, b.heads); /* whichever way a smaller grid takes them */
-    *block_bytes =
-        (size_t)(s.items + round_up(most_items * (int64_t)sizeof(Item), 128) + round_up(most_items * 4, 128)) + TOUCHED;
-    *ws_bytes = (size_t)round_up((int64_t)dev.sms * 2 * b.M * (b.d + 2) * 4, 128);
+    /* whichever way a smaller grid takes them */
+    *block_bytes = (size_t)block_bytes_of(s.items, most(b.items, b.heads));
+    *ws_bytes = (size_t)slots_bytes(b, dev.sms);
     return DKV_OK;
 }
 
@@ -2476,7 +2477,7 @@ extern "C" dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan
     if (r) return r;
     if (!packable(type)) return DKV_ERR_TYPE;
     if (s->L != plan->L || s->Hkv != plan->Hkv || s->Hkv < 1 || s->H < 1 || s->H % s->Hkv) return DKV_ERR_SHAPE;
-    if (s->d_k < 8 || s->d_k > 256 || s->d_k % 8 || s->d_v < 8 || s->d_v > 256 || s->d_v % 8) return DKV_ERR_SHAPE;
+    if (!head_dim_ok(s->d_k) || !head_dim_ok(s->d_v)) return DKV_ERR_SHAPE;
     if (capacity < 0 || capacity > FAR >> 12) return DKV_ERR_FIELD;
     Context *x;
     r = context_create(&x, plan, s, type);
