@@ -10,6 +10,7 @@
      [PACK]     the packed layout: plain rows per KV head, heads on tiles of 128 rows
      [ATTEND]   the batch in device memory; shares of work; mma.sync kernel; wgmma kernel; combine
      [CACHE]    packed layers + tail on the device
+     [GATES]    draws, unions, penalties, AdamW, Top-K
 
    ONE IDEA  Attention is a list of items (attention, KV head, block of query rows), each a list of tiles of keys:
    packed context first, then the tail. Query rows are (query, head of the group), query first, so K and V are read
@@ -2716,4 +2717,377 @@ extern "C" dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cach
     if (r) dkv_cuda_cache_destroy(c);
     else *out = c;
     return r;
+}
+
+/* ==========================================================================
+   [GATES]  Hard Concrete gates: draws, unions, penalties, AdamW, Top-K
+   in:  logits, counters of the noise, gradients by ln u
+   out: the CPU's bits: the arithmetic is the header's, what else feeds a sum is rounded by itself, and sums over
+        gates are taken in one order whatever the device
+   ========================================================================== */
+
+namespace {
+
+/* ---- draws and unions ------------------------------------------------------------------------------------------
+
+   math    z of every gate of a cell (layer, KV head, bin), u = 1 - prod(1 - z), ln u; backward du/dz by products of
+           the gates before and after
+   shapes  ln u [contexts][L][Hkv][D], a [L][Hkv][gates of a cell][D]
+   CTA     128 cells; forward of one context; backward 8 gates of each, contexts one after another
+   why     noise is drawn again in backward: 60 instructions of Philox are cheaper than keeping z of 254 contexts
+   limits  2^31 - 1 gates; groups above 8 draw their other gates once more for every 8                             */
+
+struct Gates { uint32_t cells, D, G; }; /* G: gates of a cell, D apart */
+DKV__DEVICE uint32_t first_gate(const Gates &g, uint32_t cell) { return cell + cell / g.D * (g.G - 1) * g.D; }
+
+constexpr int OWN = 8, CELLS = 128; /* gates of a cell that a thread keeps; cells of a CTA */
+
+__global__ void __launch_bounds__(CELLS) gates_union(float *u, float *ln_u, Gates g, const float *a, dkv_draw draw,
+                                                     int64_t n) {
+    const uint32_t cell = blockIdx.x * CELLS + threadIdx.x;
+    if (cell >= g.cells) return;
+    for (int64_t i = blockIdx.y; i < n; i += gridDim.y) {
+        float    x = 0.0f, slope;
+        uint32_t gate = first_gate(g, cell);
+        for (uint32_t k = 0; k < g.G; k++, gate += g.D) {
+            float noise = dkv__gate_noise(draw.seed, draw.step, draw.context + (uint32_t)i, gate);
+            x = dkv__gate_union(x, dkv__gate_z(a[gate], noise, &slope));
+        }
+        if (u) u[i * g.cells + cell] = x;
+        if (ln_u) ln_u[i * g.cells + cell] = x < DKV__GATE_OPEN ? -INFINITY : dkv__gate_log(x);
+    }
+}
+
+/* What a thread knows of its gates k0 .. k0 + 7 of a cell. In shared memory, for registers want unrolled loops and
+   eight copies of the draw. */
+struct Own {
+    float x[OWN][CELLS], slope[OWN][CELLS], rest[OWN][CELLS], sum[OWN][CELLS]; /* rest: product of 1 - x over the others */
+};
+
+/* draw(k, &slope) gives gate k's x, z or p. Fills x, slope and rest; returns the union. */
+template <class F> DKV__DEVICE float draw_cell(Own &own, uint32_t k0, uint32_t G, const F &draw) {
+    float u = 0.0f, before = 1.0f, after = 1.0f, slope;
+    for (uint32_t k = 0; k < G; k++) {
+        const float x = draw(k, &slope);
+        if (k - k0 < OWN) {
+            own.x[k - k0][threadIdx.x] = x;
+            own.slope[k - k0][threadIdx.x] = slope;
+            own.rest[k - k0][threadIdx.x] = before;
+        }
+        u = dkv__gate_union(u, x);
+        before *= 1.0f - x;
+    }
+    for (uint32_t k = G; k-- > k0;) {
+        const float x = k - k0 < OWN ? own.x[k - k0][threadIdx.x] : draw(k, &slope);
+        if (k - k0 < OWN) own.rest[k - k0][threadIdx.x] *= after;
+        after *= 1.0f - x;
+    }
+    return u;
+}
+
+__global__ void __launch_bounds__(CELLS) gates_union_backward(float *da, Gates g, const float *a, dkv_draw draw,
+                                                              int64_t n, const float *d_ln_u) {
+    __shared__ Own own;
+    const uint32_t cell = blockIdx.x * CELLS + threadIdx.x, k0 = blockIdx.y * OWN, mine = least(g.G - k0, (uint32_t)OWN);
+    if (cell >= g.cells) return;
+    const uint32_t first = first_gate(g, cell);
+    float         *to = da + first + k0 * g.D;
+    for (uint32_t j = 0; j < mine; j++) own.sum[j][threadIdx.x] = to[j * g.D];
+    for (int64_t i = 0; i < n; i++) {
+        const float u = draw_cell(own, k0, g.G, [&](uint32_t k, float *dz) {
+            const uint32_t gate = first + k * g.D;
+            return dkv__gate_z(a[gate], dkv__gate_noise(draw.seed, draw.step, draw.context + (uint32_t)i, gate), dz);
+        });
+        if (u < DKV__GATE_OPEN) continue;
+        const float du = d_ln_u[i * g.cells + cell] / u;
+        for (uint32_t j = 0; j < mine; j++) {
+            float &sum = own.sum[j][threadIdx.x];
+            sum = __fadd_rn(sum, du * own.rest[j][threadIdx.x] * own.slope[j][threadIdx.x]);
+        }
+    }
+    for (uint32_t j = 0; j < mine; j++) to[j * g.D] = own.sum[j][threadIdx.x];
+}
+
+/* ---- sums over all gates: a fixed grid, each CTA's partial in its place ---- */
+
+constexpr int PARTS = 512, THREADS = 256; /* CTAs of such a grid, also for ranking; their threads, where not CELLS */
+
+/* Of all threads' x, to all of them. */
+template <class T> DKV__DEVICE T sum_of_threads(T x) {
+    __shared__ T warps[32];
+    for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(~0u, x, i);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0;
+    for (uint32_t i = 0; i < blockDim.x / 32; i++) x += warps[i];
+    __syncthreads();
+    return x;
+}
+template <class T> DKV__DEVICE T sum_of_parts(const T *parts, uint32_t n) {
+    T x = 0;
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) x += parts[i];
+    return sum_of_threads(x);
+}
+
+__global__ void finish_mean(double *mean, const double *parts, double count) {
+    const double sum = sum_of_parts(parts, PARTS);
+    if (threadIdx.x == 0) *mean = sum / count;
+}
+
+/* Eight gates of a cell at a time, in turns; physical sums count a cell by its first eight. */
+__global__ void __launch_bounds__(CELLS) gates_penalty(double *parts, float *da, Gates g, const float *a, int logical,
+                                                       double weight) {
+    __shared__ Own own;
+    const uint64_t rows = (g.G + OWN - 1) / OWN, units = rows * ceil_div(g.cells, CELLS);
+    double         sum = 0.0;
+    for (uint64_t unit = blockIdx.x; unit < units; unit += PARTS) {
+        const uint32_t cell = (uint32_t)(unit / rows) * CELLS + threadIdx.x, k0 = (uint32_t)(unit % rows) * OWN;
+        if (cell >= g.cells) continue;
+        const uint32_t first = first_gate(g, cell), mine = least(g.G - k0, (uint32_t)OWN);
+        const float    u = draw_cell(own, k0, g.G,
+                                     [&](uint32_t k, float *slope) { return dkv__gate_p(a[first + k * g.D], slope); });
+        if (!logical && k0 == 0) sum += (double)u;
+        for (uint32_t j = 0; j < mine; j++) {
+            if (logical) sum += (double)own.x[j][threadIdx.x];
+            double to = (double)own.slope[j][threadIdx.x] * (logical ? 1.0 : (double)own.rest[j][threadIdx.x]);
+            const uint32_t gate = first + (k0 + j) * g.D;
+            if (da) da[gate] = __fadd_rn(da[gate], (float)__dmul_rn(weight, to));
+        }
+    }
+    sum = sum_of_threads(sum);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+/* ---- optimizer ---- */
+
+__global__ void __launch_bounds__(THREADS) sum_squares(double *parts, const float *x, int64_t n) {
+    double sum = 0.0;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += PARTS * THREADS)
+        sum += (double)x[i] * (double)x[i];
+    sum = sum_of_threads(sum);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(THREADS) gates_clip(double *norm, float *x, int64_t n, const double *parts) {
+    const double all = sqrt(sum_of_parts(parts, PARTS)), over = all + 1e-6;
+    if (norm && blockIdx.x == 0 && threadIdx.x == 0) *norm = all;
+    if (over <= 1.0) return;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += PARTS * THREADS)
+        x[i] = (float)((double)x[i] / over);
+}
+
+__global__ void __launch_bounds__(THREADS) gates_adamw(float *a, float *m, float *v, const float *da, int64_t n,
+                                                       double bias1, double bias2, double rate) {
+    const double b1 = 0.9, b2 = 0.999;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += PARTS * THREADS) {
+        const double x = (double)da[i];
+        m[i] = (float)__dadd_rn(__dmul_rn(b1, (double)m[i]), __dmul_rn(1.0 - b1, x));
+        v[i] = (float)__dadd_rn(__dmul_rn(b2, (double)v[i]), __dmul_rn(__dmul_rn(1.0 - b2, x), x));
+        const double root = sqrt((double)v[i] / bias2) + 1e-8;
+        a[i] = (float)__dsub_rn((double)a[i], __dmul_rn(rate, (double)m[i] / bias1) / root);
+    }
+}
+
+/* ---- exact Top-K -----------------------------------------------------------------------------------------------
+
+   math    keys are floats as unsigned integers in their order; the K-th is found byte by byte from four histograms,
+           then ties are taken in the order of their index
+   CTA     the same stretch of keys in all of six launches; histograms in shared memory, added up as integers
+   why     a million keys are in L2 after the first reading: launches are what it costs
+   limits  2^31 - 1 keys                                                                                           */
+
+struct Ranking { /* keys: of gates, or of cells by their best gate; by p instead of a */
+    Gates        g;
+    const float *a;
+    uint32_t     n, K, chunk; /* keys, those wanted, a CTA's */
+    int          cells, by_p;
+    uint32_t    *bins, *ties; /* [4][256], zero before; [PARTS] keys of a CTA that equal the K-th */
+};
+
+DKV__DEVICE uint32_t rank_key(const Ranking &r, uint32_t i) { /* as dkv__rank_key */
+    const float *first = r.a + (r.cells ? first_gate(r.g, i) : i);
+    float        slope, x = first[0];
+    for (uint32_t k = 1; r.cells && k < r.g.G; k++) x = first[k * r.g.D] > x ? first[k * r.g.D] : x;
+    if (r.by_p) x = dkv__gate_p(x, &slope);
+    const uint32_t bits = __float_as_uint(x + 0.0f); /* -0 counts as 0 */
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/* The K-th key as far as `passes` bytes; ties: how many of those that begin with it are among the K. */
+struct Cut { uint32_t key, ties; };
+DKV__DEVICE Cut rank_cut(const Ranking &r, int passes) {
+    __shared__ Cut cut;
+    if (threadIdx.x < 32) {
+        const int lane = (int)threadIdx.x;
+        Cut       c = {0, r.K};
+        for (int pass = 0; pass < passes; pass++) {
+            const uint32_t *top = r.bins + 256 * pass + 255 - 8 * lane; /* a lane has eight bins, lane 0 the highest */
+            uint32_t        own = 0, byte = 255u - 8u * (uint32_t)lane;
+            for (int j = 0; j < 8; j++) own += top[-j];
+            uint32_t upto = own;
+            for (int j = 1; j < 32; j <<= 1) {
+                uint32_t y = __shfl_up_sync(~0u, upto, j);
+                upto += lane >= j ? y : 0;
+            }
+            const int at = __ffs((int)__ballot_sync(~0u, upto >= c.ties)) - 1;
+            uint32_t  left = c.ties - (upto - own);
+            for (; lane == at && left > *top; top--, byte--) left -= *top;
+            c.ties = __shfl_sync(~0u, left, at);
+            c.key |= __shfl_sync(~0u, byte, at) << (24 - 8 * pass);
+        }
+        if (lane == 0) cut = c;
+    }
+    __syncthreads();
+    return cut;
+}
+
+__global__ void __launch_bounds__(THREADS) rank_bins(Ranking r, int pass) {
+    __shared__ uint32_t bins[256];
+    const uint32_t      known = pass ? ~0u << (32 - 8 * pass) : 0, begin = blockIdx.x * r.chunk;
+    const Cut           cut = rank_cut(r, pass);
+    bins[threadIdx.x] = 0;
+    __syncthreads();
+    for (uint32_t i = begin + threadIdx.x; i < least(begin + r.chunk, r.n); i += THREADS) {
+        uint32_t key = rank_key(r, i);
+        if ((key & known) == cut.key) atomicAdd(&bins[key >> (24 - 8 * pass) & 255u], 1u);
+    }
+    __syncthreads();
+    if (bins[threadIdx.x]) atomicAdd(r.bins + 256 * pass + threadIdx.x, bins[threadIdx.x]);
+}
+
+__global__ void __launch_bounds__(THREADS) rank_ties(Ranking r) {
+    const Cut      cut = rank_cut(r, 4);
+    const uint32_t begin = blockIdx.x * r.chunk;
+    uint32_t       n = 0;
+    for (uint32_t i = begin; i < least(begin + r.chunk, r.n); i += THREADS)
+        n += (uint32_t)__syncthreads_count(i + threadIdx.x < r.n && rank_key(r, i + threadIdx.x) == cut.key);
+    if (threadIdx.x == 0) r.ties[blockIdx.x] = n;
+}
+
+__global__ void __launch_bounds__(THREADS) rank_write(Ranking r, unsigned char *M, uint32_t copies) {
+    __shared__ uint32_t warps[THREADS / 32];
+    const Cut           cut = rank_cut(r, 4);
+    const uint32_t      begin = blockIdx.x * r.chunk, warp = threadIdx.x / 32, below = (1u << threadIdx.x % 32) - 1u;
+    uint32_t            before = sum_of_parts(r.ties, blockIdx.x); /* ties of lower index */
+    for (uint32_t i0 = begin; i0 < least(begin + r.chunk, r.n); i0 += THREADS) {
+        const uint32_t i = i0 + threadIdx.x, key = i < r.n ? rank_key(r, i) : 0;
+        const uint32_t ties = __ballot_sync(~0u, i < r.n && key == cut.key);
+        if (threadIdx.x % 32 == 0) warps[warp] = (uint32_t)__popc(ties);
+        __syncthreads();
+        uint32_t own = before + (uint32_t)__popc(ties & below);
+        for (uint32_t j = 0; j < THREADS / 32; j++) {
+            own += j < warp ? warps[j] : 0;
+            before += warps[j];
+        }
+        __syncthreads();
+        const unsigned char in = key > cut.key || (key == cut.key && own < cut.ties);
+        for (uint32_t h = 0; i < r.n && h < copies; h++) M[(i / r.g.D * copies + h) * r.g.D + i % r.g.D] = in;
+    }
+}
+
+__global__ void __launch_bounds__(CELLS) gates_or(unsigned char *open, Gates g, const unsigned char *M) {
+    const uint32_t cell = blockIdx.x * CELLS + threadIdx.x;
+    if (cell >= g.cells) return;
+    unsigned char any = 0;
+    for (uint32_t k = 0; k < g.G; k++) any |= M[first_gate(g, cell) + k * g.D];
+    open[cell] = any;
+}
+
+/* ---- launchers ---- */
+
+/* G: gates of a cell, one if tied; or bits of M. */
+dkv_result gates_read(Gates *out, const dkv_gates *g, bool bits) {
+    dkv_result r = dkv_gates_check(g);
+    if (r) return r;
+    const int64_t cells = (int64_t)g->L * g->Hkv * g->D, all = (int64_t)g->L * g->H * g->D;
+    if (all > INT32_MAX) return DKV_ERR_SHAPE;
+    *out = Gates{(uint32_t)cells, (uint32_t)g->D, g->tied && !bits ? 1u : (uint32_t)(g->H / g->Hkv)};
+    return DKV_OK;
+}
+unsigned grid_of(const Gates &g) { return (unsigned)ceil_div(g.cells, CELLS); }
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_gates_union(float *u, float *ln_u, const dkv_gates *g, const float *a, dkv_draw draw,
+                                           int64_t n, void *stream) {
+    Gates      x;
+    dkv_result r = gates_read(&x, g, false);
+    if (r) return r;
+    if (n < 0 || n > UINT32_MAX) return DKV_ERR_SHAPE;
+    if (n == 0) return DKV_OK;
+    const dim3 grid(grid_of(x), (unsigned)least(n, (int64_t)65535));
+    gates_union<<<grid, CELLS, 0, (cudaStream_t)stream>>>(u, ln_u, x, a, draw, n);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_union_backward(float *da, const dkv_gates *g, const float *a, dkv_draw draw,
+                                                    int64_t n, const float *d_ln_u, void *stream) {
+    Gates      x;
+    dkv_result r = gates_read(&x, g, false);
+    if (r) return r;
+    if (n < 0 || n > UINT32_MAX) return DKV_ERR_SHAPE;
+    const dim3 grid(grid_of(x), (unsigned)ceil_div(x.G, OWN));
+    gates_union_backward<<<grid, CELLS, 0, (cudaStream_t)stream>>>(da, x, a, draw, n, d_ln_u);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_penalty(double *mean, float *da, const dkv_gates *g, const float *a,
+                                             dkv_budget budget, float lambda, void *ws, void *stream) {
+    Gates      x;
+    dkv_result r = gates_read(&x, g, false);
+    if (r) return r;
+    const int    logical = budget == DKV_BUDGET_LOGICAL;
+    const double count = logical ? (double)x.cells * x.G : (double)x.cells;
+    gates_penalty<<<PARTS, CELLS, 0, (cudaStream_t)stream>>>((double *)ws, da, x, a, logical, (double)lambda / count);
+    if (mean) finish_mean<<<1, PARTS, 0, (cudaStream_t)stream>>>(mean, (const double *)ws, count);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_clip(double *norm, float *x, int64_t n, void *ws, void *stream) {
+    sum_squares<<<PARTS, THREADS, 0, (cudaStream_t)stream>>>((double *)ws, x, n);
+    gates_clip<<<PARTS, THREADS, 0, (cudaStream_t)stream>>>(norm, x, n, (const double *)ws);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_adamw(float *a, float *m, float *v, const float *da, int64_t n, int64_t t,
+                                           double rate, void *stream) {
+    const double bias1 = 1.0 - exp((double)t * log(0.9)), bias2 = 1.0 - exp((double)t * log(0.999));
+    if (t < 1) return DKV_ERR_FIELD;
+    gates_adamw<<<PARTS, THREADS, 0, (cudaStream_t)stream>>>(a, m, v, da, n, bias1, bias2, rate);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_top(unsigned char *M, int64_t *K, const dkv_gates *g, const float *a,
+                                         dkv_budget budget, double rho, int by_p, void *ws, void *stream) {
+    Ranking    x = {};
+    dkv_result r = gates_read(&x.g, g, false);
+    if (r) return r;
+    if (!(rho >= 0.0 && rho <= 1.0)) return DKV_ERR_FIELD;
+    x.cells = g->tied || budget == DKV_BUDGET_PHYSICAL;
+    const uint32_t copies = x.cells ? (uint32_t)(g->H / g->Hkv) : 1;
+    x.n = x.cells ? x.g.cells : x.g.cells * x.g.G;
+    x.K = (uint32_t)rint(rho * (double)x.n);
+    x.chunk = (uint32_t)round_up(ceil_div(x.n, PARTS), THREADS);
+    x.a = a;
+    x.by_p = by_p;
+    x.bins = (uint32_t *)ws;
+    x.ties = x.bins + 4 * 256;
+    const unsigned parts = (unsigned)ceil_div(x.n, x.chunk);
+    r = did(cudaMemsetAsync(x.bins, 0, 4 * 256 * 4, (cudaStream_t)stream));
+    if (r) return r;
+    for (int pass = 0; pass < 4; pass++) rank_bins<<<parts, THREADS, 0, (cudaStream_t)stream>>>(x, pass);
+    rank_ties<<<parts, THREADS, 0, (cudaStream_t)stream>>>(x);
+    rank_write<<<parts, THREADS, 0, (cudaStream_t)stream>>>(x, M, copies);
+    r = launched();
+    if (!r) *K = (int64_t)x.K * copies;
+    return r;
+}
+
+extern "C" dkv_result dkv_cuda_gates_or(unsigned char *open, const dkv_gates *g, const unsigned char *M,
+                                        void *stream) {
+    Gates      x;
+    dkv_result r = gates_read(&x, g, true);
+    if (r) return r;
+    gates_or<<<grid_of(x), CELLS, 0, (cudaStream_t)stream>>>(open, x, M);
+    return launched();
 }
