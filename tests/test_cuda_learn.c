@@ -169,7 +169,8 @@ static void clipping(void) {
             float *got = to_host(there, (size_t)n * 4);
             CHECK(fabs(*(double *)to_host(norm, 8) - want) <= 1e-12 * want);
             if (small) check_bits("x", got, was, n);
-            for (int64_t k = 0; k < n; k++) CHECK(fabs((double)got[k] - (double)x[k]) <= ldexp(fabs((double)x[k]), -23));
+            for (int64_t k = 0; k < n; k++)
+                CHECK(fabs((double)got[k] - (double)x[k]) <= ldexp(fabs((double)x[k]), -23));
             if (!small) CHECK(memcmp(got, was, (size_t)n * 4));
             CHECK_OK(dkv_cuda_gates_clip(NULL, there, n, ws, NULL));
             CHECK(release_all());
@@ -219,8 +220,8 @@ static void check_top(const dkv_gates *g, int kind) {
         dkv_budget budget = i & 1 ? DKV_BUDGET_PHYSICAL : DKV_BUDGET_LOGICAL;
         int by_p = i >> 1 & 1;
         double rho = rhos[i / 4];
-        AT("L %d H %d Hkv %d D %d%s, logits %d, rho %g, %s%s", g->L, g->H, g->Hkv, g->D, g->tied ? " tied" : "", kind, rho,
-           i & 1 ? "physical" : "logical", by_p ? ", by p" : "");
+        AT("L %d H %d Hkv %d D %d%s, logits %d, rho %g, %s%s", g->L, g->H, g->Hkv, g->D, g->tied ? " tied" : "", kind,
+           rho, i & 1 ? "physical" : "logical", by_p ? ", by p" : "");
         CHECK_OK(dkv_gates_top(want, &K, g, a, budget, rho, by_p));
         CHECK_OK(dkv_cuda_gates_top(M, &K_there, g, a_there, budget, rho, by_p, ws, NULL));
         CHECK_INT(K_there, K);
@@ -242,7 +243,13 @@ static void top(void) {
 
 /* ---- a step, captured -------------------------------------------------------------- */
 
-typedef struct step { dkv_gates g; float *a, *m, *v, *da, *ln_u; unsigned char *M, *open; void *ws; double *sums; } step;
+typedef struct step {
+    dkv_gates g;
+    float *a, *m, *v, *da, *ln_u;
+    unsigned char *M, *open;
+    void *ws;
+    double *sums;
+} step;
 
 static step make_step(const float *a) {
     step s = {.g = shapes[9]};
