@@ -10,6 +10,7 @@
      [PACK]     the packed layout: plain rows per KV head, heads on tiles of 128 rows
      [ATTEND]   the batch in device memory; shares of work; mma.sync kernel; wgmma kernel; combine
      [CACHE]    packed layers + tail on the device
+     [SCORE]    ranks of sources, by counting
      [GATES]    draws, unions, penalties, AdamW, Top-K
 
    ONE IDEA  Attention is a list of items (attention, KV head, block of query rows), each a list of tiles of keys:
@@ -2717,6 +2718,524 @@ extern "C" dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cach
     if (r) dkv_cuda_cache_destroy(c);
     else *out = c;
     return r;
+}
+
+/* ==========================================================================
+   [SCORE]  how many keys outrank the source of what a query is about to predict (paper 3.1)
+   in:  queries of several questions, K of their context and of each one's tail, the source's row for each query
+   out: ranks: counts, added up as integers, so that keys may come in any order and from any CTA
+   invariant: a source's logit comes from the products that give all the others, so that equal keys tie exactly
+   ========================================================================== */
+
+namespace {
+
+/* ---- counting ----------------------------------------------------------------------------------------------------
+
+   math    S = Q K^T in f32, unscaled: a positive scale keeps the order; rank = how many s are not <= the source's s,
+           and how many are equal before it
+   shapes  rows (asked query, head of the group) in blocks of 256, 64 a warpgroup and accumulator; tiles of 128 keys.
+           mma.sync: 128 rows, 64 at D = 256
+   CTA     two warpgroups count while a warp loads K. Each has two accumulators: one is counted while the other is
+           being multiplied. They are two groups of rows, or where these are few, of one group's tiles every second.
+           A head begins with a stage lent by the producer: consumers gather the sources' keys in it, and S's diagonal
+           is what they compare with
+   why     rows want many keys for each K that comes from L2, and wgmma two products in flight; K is read once, as CTAs
+           of all row blocks run through the same keys together
+   limits  16-bit keys, at most 2^31 of them; wgmma: D 64 and 128, sources that TMA takes                          */
+
+struct Asked { int32_t x, i; int64_t source; }; /* question, its query, row of the context */
+
+struct Probe { /* kernel parameter */
+    const Attention *questions;
+    const Head      *heads;  /* of the context */
+    const Asked     *asked;  /* [n], question after question */
+    int64_t         *rank;   /* [queries of all][H], -1 before */
+    int32_t          n, G, H, Hkv, d, blocks, tma, stages;
+};
+
+template <int D, bool WGMMA> struct ProbeShape {
+    static constexpr int GROUPS = D == 256 ? 1 : 2, HALF = 64 * GROUPS, SLOTS = WGMMA ? 2 : 1, M = HALF * SLOTS;
+    static constexpr int CONSUMING = 128 * GROUPS, THREADS = CONSUMING + (WGMMA ? 128 : 32);
+    static constexpr int STAGE = TILE * D * 2, Q = M * D * 2, MOST_STAGES = 8;
+};
+
+struct Turn { /* a place in a ring of n stages */
+    int      stage, n;
+    uint32_t phase;
+    DKV__DEVICE void next() {
+        if (++stage == n) stage = 0, phase ^= 1;
+    }
+};
+
+/* What a CTA runs through: a share of the tiles of all KV heads, each the context's, then the tails' of the questions
+   that its rows belong to. */
+struct Stretch { int g, x, tile, end; }; /* tiles of the context, x < 0, or of question x's tail */
+struct ProbeWalk { int first, tails, g, at, left; }; /* first question, tiles of tails; place in head g, tiles to do */
+
+DKV__DEVICE int tail_tiles(const Probe &p, int x) { return (int)ceil_div(p.questions[x].tail, TILE); }
+DKV__DEVICE int context_tiles(const Probe &p, int g) { return (int)ceil_div(p.heads[g].rows, TILE); }
+
+DKV__DEVICE ProbeWalk probe_walk(const Probe &p, int first_row, int rows) {
+    ProbeWalk w = {p.asked[first_row / p.G].x, 0, 0, 0, 0};
+    const int last = p.asked[(first_row + rows - 1) / p.G].x, groups = gridDim.x / p.blocks, c = blockIdx.x / p.blocks;
+    int       units = 0;
+    for (int x = w.first; x <= last; x++) w.tails += tail_tiles(p, x);
+    for (int g = 0; g < p.Hkv; g++) units += context_tiles(p, g) + w.tails;
+    w.at = share(units, groups, c);
+    w.left = share(units, groups, c + 1) - w.at;
+    return w;
+}
+
+DKV__DEVICE bool probe_next(ProbeWalk &w, Stretch &s, const Probe &p) {
+    if (w.left <= 0) return false;
+    int context = context_tiles(p, w.g);
+    while (w.at >= context + w.tails) w.at -= context + w.tails, context = context_tiles(p, ++w.g);
+    s = Stretch{w.g, -1, w.at, context};
+    if (w.at >= context) {
+        s.x = w.first, s.tile = w.at - context;
+        while (s.tile >= tail_tiles(p, s.x)) s.tile -= tail_tiles(p, s.x++);
+        s.end = tail_tiles(p, s.x);
+    }
+    s.end = least(s.end, s.tile + w.left);
+    w.at += s.end - s.tile;
+    w.left -= s.end - s.tile;
+    return true;
+}
+
+/* Every second chunk of a row into row r of a tile, as T; from NULL: zeros. */
+template <class T, int D, int ROWS>
+DKV__DEVICE void gather_row(char *to, int r, int half, const char *from, const dkv_tensor &t, bool vector, int d) {
+#pragma unroll 4
+    for (int c = half; c < D / 8; c += 2) {
+        const uint32_t dst = tile_offset<128, ROWS>(r, c);
+        const bool     real = from && c * 8 < d;
+        if (vector && t.type == Name<T>::type) {
+            copy16(shared_address(to) + dst, real ? from + c * 16 : (const char *)t.data, real);
+        } else {
+            float x[8];
+            for (int u = 0; u < 8; u++)
+                x[u] = real ? element_called(from + (c * 8 + u) * t.stride_dim, t.type) : 0.0f;
+            *(uint4 *)(to + dst) =
+                uint4{pair_of<T>(x[0], x[1]), pair_of<T>(x[2], x[3]), pair_of<T>(x[4], x[5]), pair_of<T>(x[6], x[7])};
+        }
+    }
+}
+
+/* The next float down, so that x < s is x <= below(s), also for a NaN of either. Below -infinity is NaN. */
+DKV__DEVICE float below(float s) {
+    const uint32_t bits = __float_as_uint(s);
+    return s == 0.0f ? -1.4e-45f : s != s ? s : __uint_as_float(s > 0.0f ? bits - 1 : bits + 1);
+}
+
+/* 1 if not x <= y: a NaN never makes a hit. Compares and integer sums share a pipe of half the rate, so floats add. */
+DKV__DEVICE float beyond(float x, float y) {
+    float one;
+    asm("set.gtu.f32.f32 %0, %1, %2;" : "=f"(one) : "f"(x), "f"(y));
+    return one;
+}
+
+/* Two rows' keys of a tile that come before their sources. sees: keys that the rows see; ties: those that win a tie. */
+DKV__DEVICE void count_keys(int (&count)[2], const float (&s)[16][4], const float (&own)[2], const float (&less)[2],
+                            const int (&sees)[2], const int (&ties)[2]) {
+    const int  t = (threadIdx.x & 3) * 2;
+    const bool mixed = sees[0] < TILE || sees[1] < TILE || (ties[0] > 0 && ties[0] < TILE) ||
+                       (ties[1] > 0 && ties[1] < TILE);
+    if (__builtin_expect(mixed, 0)) {
+#pragma unroll
+        for (int n = 0; n < 16; n++) {
+#pragma unroll
+            for (int u = 0; u < 4; u++) {
+                const int i = u >> 1, key = 8 * n + t + (u & 1);
+                count[i] += key < sees[i] && !(s[n][u] <= (key < ties[i] ? less[i] : own[i]));
+            }
+        }
+    } else {
+        const float cut[2] = {ties[0] > 0 ? less[0] : own[0], ties[1] > 0 ? less[1] : own[1]};
+        float       part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int n = 0; n < 16; n++) {
+#pragma unroll
+            for (int u = 0; u < 4; u++) part[u] += beyond(s[n][u], cut[u >> 1]);
+        }
+        count[0] += (int)(part[0] + part[1]);
+        count[1] += (int)(part[2] + part[3]);
+    }
+}
+
+template <class T, int D, bool WGMMA>
+__global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const __grid_constant__ Probe p) {
+#if !__CUDA_ARCH_FEAT_SM90_ALL
+    if (WGMMA) return; /* what follows is left out */
+#endif
+    typedef ProbeShape<D, WGMMA> S;
+    constexpr int                M = S::M, HALF = S::HALF, SLOTS = S::SLOTS;
+    extern __shared__ __align__(1024) char shared[];
+    char      *q = shared, *ring = q + S::Q;
+    uint64_t  *full = (uint64_t *)(ring + p.stages * S::STAGE), *empty = full + S::MOST_STAGES;
+    const int  warp = __shfl_sync(~0u, threadIdx.x / 32, 0); /* so that the compiler knows it for one in all lanes */
+    const int  lane = threadIdx.x & 31, first_row = (int)(blockIdx.x % p.blocks) * M;
+    const int  rows = least(p.n * p.G - first_row, M), halves = (rows + HALF - 1) / HALF;
+    const int  groups = rows > 64 ? S::GROUPS : 1; /* warpgroups that have rows */
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < p.stages; i++) bar_init(full + i, p.tma ? 1 : 32), bar_init(empty + i, 4 * groups);
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+    __syncthreads();
+    let_next_start();
+    ProbeWalk walk = probe_walk(p, first_row, rows);
+    Stretch   y;
+    Turn      turn = {0, p.stages, 0};
+    int       g = -1;
+
+    if (warp >= S::CONSUMING / 32) { /* the producer */
+#if __CUDA_ARCH_FEAT_SM90_ALL
+        if constexpr (WGMMA) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
+        if (warp > S::CONSUMING / 32) return;
+        uint64_t policy = 0;
+        Piece    piece = {};
+#if __CUDA_ARCH__ >= 900
+        policy = p.blocks == 1 ? policy_evict_first() : policy_evict_normal();
+#endif
+        while (probe_next(walk, y, p)) {
+            const Attention &a = p.questions[most(y.x, 0)];
+            const int        which = y.x < 0 ? CONTEXT_K : TAIL_K;
+            for (int i = 0; y.g != g && i < halves; i++, turn.next()) { /* stages for the sources */
+                bar_wait(empty + turn.stage, turn.phase ^ 1);
+                if (lane == 0 || !p.tma) bar_arrive(full + turn.stage);
+            }
+            g = piece.g = y.g;
+            piece.a = &a;
+            piece.rows = p.heads[g].rows;
+            piece.base = p.heads[g].base;
+            piece.length = a.tail;
+#if __CUDA_ARCH__ >= 900
+            if (p.tma) tma_acquire(&a.map[which]);
+#endif
+            for (int tile = y.tile; tile < y.end; tile++, turn.next()) {
+                bar_wait(empty + turn.stage, turn.phase ^ 1);
+                load_tile<2, D, TILE>(piece, which, (int64_t)tile * TILE, ring + turn.stage * S::STAGE,
+                                      full + turn.stage, p.tma, policy);
+            }
+        }
+        return;
+    }
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (WGMMA) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#endif
+    if (warp / 4 >= groups) return;
+
+    /* Rows of slot j: 64 from row first[j] on; with one group of rows, both slots are the same. */
+    const int  own = warp / 4, tid = threadIdx.x, threads = 128 * groups;
+    const bool two = own * 64 + HALF < rows;
+    const int  first[2] = {own * 64, two ? own * 64 + HALF : own * 64}, r = warp % 4 * 16 + lane / 4;
+    float      s[SLOTS][16][4], logit[2][2], less[2][2]; /* of the sources, and the next float below */
+    int        count[2][2], sees[2][2], ties[2][2];
+    bool       begins = false; /* this CTA counts the head's first tile */
+    auto       asked = [&](int row) { return p.asked[least((first_row + row) / p.G, p.n - 1)]; };
+    auto       release = [&](int stage) {
+        __syncwarp();
+        if (lane == 0) bar_arrive(empty + stage);
+    };
+    auto multiply = [&](float (&x)[16][4], int row, int stage) {
+        const char *k = ring + stage * S::STAGE;
+        if constexpr (WGMMA) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+            const uint32_t at = shared_address(k), q_at = shared_address(q) + row * 128;
+            wgmma_fence();
+#pragma unroll
+            for (int c = 0; c < D / 16; c++) {
+                wgmma_scores<T>(x, descriptor(q_at + c / 4 * M * 128 + c % 4 * 32, 1),
+                                descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
+            }
+            wgmma_commit();
+#endif
+        } else {
+#pragma unroll
+            for (int n = 0; n < 16; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0.0f;
+            scores16<T, D, M, 16, 128>(x, q, row + warp % 4 * 16, k, 0);
+        }
+    };
+    auto finish = [&] { /* ranks of head g */
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int total = count[j][i] + (two ? 0 : count[1][i]), row = first[j] + r + 8 * i;
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                if ((lane & 3) || row >= rows || (j && !two)) continue;
+                const Asked   who = asked(row);
+                const int64_t at = (int64_t)(p.questions[who.x].first_row + who.i) * p.H + g * p.G;
+                atomicAdd((unsigned long long *)p.rank + at + (first_row + row) % p.G,
+                          (unsigned long long)(total + begins));
+            }
+        }
+    };
+    auto begin = [&] { /* head g: its queries, and the logits of their sources */
+        named_sync(1, threads); /* q is read no more */
+        for (int row = tid / 2; row < M; row += threads / 2) {
+            const Asked      who = asked(row);
+            const Attention &a = p.questions[who.x];
+            gather_row<T, D, M>(q, row, tid & 1,
+                                row < rows ? at(a.q, who.i, g * p.G + (first_row + row) % p.G) : NULL, a.q, a.q_vector,
+                                p.d);
+        }
+        const Attention  &a = *p.questions;
+        const dkv_tensor &k = a.source[CONTEXT_K];
+        for (int half = 0; half < halves; half++, turn.next()) {
+            bar_wait(full + turn.stage, turn.phase);
+            for (int row = tid / 2; row < HALF; row += threads / 2) {
+                const int64_t source = asked(half * HALF + row).source + (a.packed ? p.heads[g].base : 0);
+                gather_row<T, D, TILE>(ring + turn.stage * S::STAGE, row, tid & 1, at(k, source, a.packed ? 0 : g), k,
+                                       a.vector[CONTEXT_K], p.d);
+            }
+            asm volatile("cp.async.wait_all;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+            fence_async();
+#endif
+            named_sync(1, threads);
+            if (half == 0 || two) {
+                float own_s[2] = {0.0f, 0.0f};
+                multiply(s[0], half ? first[1] : first[0], turn.stage);
+#if __CUDA_ARCH_FEAT_SM90_ALL
+                if constexpr (WGMMA) wgmma_wait<0>(), settle(s[0]);
+#endif
+#pragma unroll
+                for (int n = 0; n < 16; n++) { /* column = row of this half */
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        if (n == own * 8 + warp % 4 * 2 + i)
+                            own_s[i] = lane >> 2 & 1 ? s[0][n][2 * i + 1] : s[0][n][2 * i];
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    logit[1][i] = __shfl_sync(~0u, own_s[i], (lane & ~3) | lane >> 3);
+                    less[1][i] = below(logit[1][i]);
+                    if (half == 0) logit[0][i] = logit[1][i], less[0][i] = less[1][i];
+                }
+            }
+            release(turn.stage);
+        }
+        count[0][0] = count[0][1] = count[1][0] = count[1][1] = 0;
+        begins = false;
+    };
+    auto look = [&] { /* what the rows see of a stretch */
+        const Attention &a = p.questions[most(y.x, 0)];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const Asked who = asked(first[j] + r + 8 * i);
+                sees[j][i] = (int)(y.x < 0 ? p.heads[g].rows : who.x == y.x ? visible(a.tail, a.N_q, who.i) : 0);
+                ties[j][i] = y.x < 0 ? (int)who.source : 0;
+            }
+        }
+        begins |= y.x < 0 && y.tile == 0;
+    };
+    auto score = [&](const float (&x)[16][4], int j, int tile) {
+        const int at = tile * TILE, see[2] = {sees[j][0] - at, sees[j][1] - at};
+        const int tie[2] = {ties[j][0] - at, ties[j][1] - at};
+        count_keys(count[j], x, logit[j], less[j], see, tie);
+    };
+
+    while (probe_next(walk, y, p)) {
+        if (y.g != g) {
+            if (g >= 0) finish();
+            g = y.g;
+            begin();
+        }
+        look();
+        if constexpr (WGMMA) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+            /* jobs: a tile's two groups of rows one after the other, or tiles one after another, in turns of slots */
+            const int jobs = (y.end - y.tile) << two;
+            Turn      ahead = turn;
+            auto      start = [&](int j) {
+                if (!two || j == 0) bar_wait(full + ahead.stage, ahead.phase);
+                multiply(s[j], first[j], ahead.stage);
+                if (!two || j == 1) ahead.next();
+            };
+            auto end = [&](int j, int i) {
+                settle(s[j]);
+                if (!two || j == 1) release(turn.stage), turn.next();
+                score(s[j], j, y.tile + (i >> two));
+            };
+            int i = 0;
+            start(0);
+            for (; i + 2 < jobs; i += 2) {
+                start(1);
+                wgmma_wait<1>();
+                end(0, i);
+                start(0);
+                wgmma_wait<1>();
+                end(1, i + 1);
+            }
+            if (i + 1 < jobs) {
+                start(1);
+                wgmma_wait<1>();
+                end(0, i++);
+                wgmma_wait<0>();
+                end(1, i);
+            } else {
+                wgmma_wait<0>();
+                end(0, i);
+            }
+#endif
+        } else {
+            for (int tile = y.tile; tile < y.end; tile++, turn.next()) {
+                bar_wait(full + turn.stage, turn.phase);
+                multiply(s[0], first[0], turn.stage);
+                release(turn.stage);
+                score(s[0], 0, tile);
+            }
+        }
+    }
+    if (g >= 0) finish();
+}
+
+/* ---- launcher ---- */
+
+/* The same attention with values that nobody reads. */
+dkv_attention keys_only(const dkv_attention &a) {
+    dkv_attention keys = a;
+    keys.d_v = a.context.packed ? a.context.packed->d_v : a.d_k;
+    keys.context.v = a.context.k;
+    keys.tail.v = a.tail.k;
+    keys.out = a.q;
+    keys.lse = NULL;
+    keys.softcap = 0.0f;
+    return keys;
+}
+
+bool same_context(const dkv_attention &a, const dkv_attention &b) {
+    const dkv_tensor &x = a.context.k, &y = b.context.k;
+    if (a.H != b.H || a.Hkv != b.Hkv || a.d_k != b.d_k || a.context.packed != b.context.packed) return false;
+    return a.context.packed || (a.context.n == b.context.n && x.data == y.data && x.type == y.type &&
+           x.stride_token == y.stride_token && x.stride_head == y.stride_head && x.stride_dim == y.stride_dim);
+}
+
+/* Of all: queries; context rows that every head has; keys of a head, at most, with every tail. */
+struct Questions { Batch b; int64_t queries, rows, keys; };
+
+dkv_result questions_read(Questions *out, const dkv_attention *a, int64_t n, const Device &dev) {
+    int64_t longest = 0;
+    *out = Questions{{DKV_F32, 0, 64, 0, dev.arch >= 90, 0, 0, 0, 0}, 0, INT64_MAX, 0};
+    for (int64_t i = 0; i < n; i++) {
+        dkv_result r = check_attention(&out->b, keys_only(a[i]));
+        if (r) return r;
+        if (type_bytes(out->b.type) != 2) return DKV_ERR_TYPE;
+        if (!same_context(a[0], a[i])) return DKV_ERR_SHAPE;
+        out->queries += a[i].N_q;
+        out->keys += a[i].tail.n + TILE;
+    }
+    for (int g = 0; g < (n ? a->Hkv : 0); g++) {
+        const int64_t rows = a->context.packed ? a->context.packed->rows[g] : a->context.n;
+        out->rows = least(out->rows, rows);
+        longest = most(longest, rows);
+    }
+    out->keys += longest;
+    if (n && (out->queries * a->H > 1 << 30 || out->keys > INT32_MAX || out->keys * a->Hkv / TILE > INT32_MAX))
+        return DKV_ERR_SHAPE;
+    return DKV_OK;
+}
+
+int64_t score_bytes(const dkv_attention *a, int64_t n, int64_t queries) {
+    return n * (int64_t)sizeof(Attention) + (n ? a->Hkv : 0) * (int64_t)sizeof(Head) + queries * (int64_t)sizeof(Asked);
+}
+
+template <class T, int D, bool WGMMA>
+dkv_result launch_probe(Probe p, const Device &dev, int64_t keys, cudaStream_t stream) {
+    typedef ProbeShape<D, WGMMA> S;
+    dkv_cuda_work                k = {};
+    int64_t                      best = INT64_MAX, groups = 1, tiles = ceil_div(keys * p.Hkv, TILE);
+    p.blocks = (int)ceil_div((int64_t)p.n * p.G, S::M);
+    p.stages = least((int)S::MOST_STAGES, (dev.shared - S::Q - 256) / S::STAGE);
+    if (p.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
+    for (int64_t i = 1; i <= dev.sms; i++) { /* rounds of CTAs times what one does, of which beginning is 4 tiles */
+        int64_t time = ceil_div(i * p.blocks, dev.sms) * (ceil_div(tiles, i) + 4);
+        if (time < best) best = time, groups = i;
+    }
+    k.overlap = dev.arch >= 90;
+    return launch(probe<T, D, WGMMA>, dim3((unsigned)(groups * p.blocks)), S::THREADS,
+                  p.stages * S::STAGE + S::Q + 256, k, stream, p);
+}
+
+template <class T> dkv_result launch_probe_d(const Probe &p, const Device &dev, int64_t keys, cudaStream_t stream) {
+    const bool wgmma = dev.arch == 90 && p.tma;
+    if (p.d <= 64) return (wgmma ? launch_probe<T, 64, true> : launch_probe<T, 64, false>)(p, dev, keys, stream);
+    if (p.d <= 128) return (wgmma ? launch_probe<T, 128, true> : launch_probe<T, 128, false>)(p, dev, keys, stream);
+    return launch_probe<T, 256, false>(p, dev, keys, stream);
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_score_size(size_t *ws_bytes, const dkv_attention *a, int64_t n) {
+    Device     dev;
+    Questions  q;
+    dkv_result r = device_read(&dev);
+    if (!r) r = questions_read(&q, a, n, dev);
+    if (!r) *ws_bytes = (size_t)score_bytes(a, n, q.queries);
+    return r;
+}
+
+extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int64_t n, const int64_t *source, void *ws,
+                                     size_t ws_bytes, void *stream) {
+    Device     dev;
+    Questions  q;
+    Post       post;
+    Attention  x;
+    Probe      p = {};
+    dkv_result r = device_read(&dev);
+    if (!r) r = questions_read(&q, a, n, dev);
+    for (int64_t i = 0; i < n && !r; i++) r = describe(&x, keys_only(a[i]), q.b, NULL); /* before any write */
+    if (r) return r;
+    if (ws_bytes < (size_t)score_bytes(a, n, q.queries)) return DKV_ERR_CAPACITY;
+    if ((uintptr_t)ws % 128) return DKV_ERR_ALIGN;
+    for (int64_t i = 0; i < q.queries; i++) {
+        if (source[i] < -1 || source[i] >= q.rows) return DKV_ERR_SHAPE;
+        p.n += source[i] >= 0;
+    }
+    if (!q.queries) return DKV_OK;
+    r = did(cudaMemsetAsync(rank, 0xff, (size_t)(q.queries * a->H) * 8, (cudaStream_t)stream));
+    if (r || !p.n) return r;
+    post.dst = (unsigned char *)ws;
+    post.stream = (cudaStream_t)stream;
+    post.used = 0;
+    int64_t first = 0;
+    for (int64_t i = 0; i < n; i++) {
+        describe(&x, keys_only(a[i]), q.b, NULL);
+        x.first_row = (int32_t)first;
+        first += a[i].N_q;
+        post.put(&x, sizeof x);
+    }
+    first = 0;
+    for (int g = 0; g < a->Hkv; g++) {
+        Head h = {a->context.packed ? a->context.packed->rows[g] : a->context.n, first};
+        first += round_up(h.rows, TILE);
+        post.put(&h, sizeof h);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t j = 0; j < a[i].N_q; j++, source++) {
+            Asked y = {(int32_t)i, (int32_t)j, *source};
+            if (*source >= 0) post.put(&y, sizeof y);
+        }
+    }
+    post.flush();
+    p.questions = (const Attention *)ws;
+    p.heads = (const Head *)(p.questions + n);
+    p.asked = (const Asked *)(p.heads + a->Hkv);
+    p.rank = rank;
+    p.H = a->H;
+    p.Hkv = a->Hkv;
+    p.G = a->H / a->Hkv;
+    p.d = a->d_k;
+    p.tma = q.b.tma;
+    return q.b.type == DKV_BF16 ? launch_probe_d<__nv_bfloat16>(p, dev, q.keys, (cudaStream_t)stream)
+                                : launch_probe_d<__half>(p, dev, q.keys, (cudaStream_t)stream);
 }
 
 /* ==========================================================================
