@@ -288,7 +288,7 @@ dkv_result device_read(Device *d) {
 }
 
 /* Writes a few kilobytes to device memory through kernel parameters: no wait, no pinned memory, safe to capture. */
-struct Parcel { unsigned char bytes[16384]; };
+struct alignas(128) Parcel { unsigned char bytes[16384]; };
 __global__ void deliver(unsigned char *dst, const __grid_constant__ Parcel p, int n) {
     for (int i = threadIdx.x * 16; i < n; i += blockDim.x * 16) *(uint4 *)(dst + i) = *(const uint4 *)(p.bytes + i);
 }
@@ -2746,16 +2746,22 @@ namespace {
 struct Asked { int32_t x, i; int64_t source; }; /* question, its query, row of the context */
 
 struct Probe { /* kernel parameter */
-    const Attention *questions;
+    const Attention *questions; /* NULL: they come with the launch, as what follows does */
     const Head      *heads;  /* of the context */
     const Asked     *asked;  /* [n], question after question */
     int64_t         *rank;   /* [queries of all][H], -1 before */
-    int32_t          n, G, H, Hkv, d, blocks, tma, stages;
+    int32_t          n, n_questions, G, H, Hkv, d, blocks, tma, stages;
+    DKV__DEVICE void look_at(const void *block) { /* questions, heads and asked, one after another */
+        questions = (const Attention *)block;
+        heads = (const Head *)(questions + n_questions);
+        asked = (const Asked *)(heads + Hkv);
+    }
 };
 
 template <int D, bool WGMMA> struct ProbeShape {
     static constexpr int GROUPS = D == 256 ? 1 : 2, HALF = 64 * GROUPS, SLOTS = WGMMA ? 2 : 1, M = HALF * SLOTS;
     static constexpr int CONSUMING = 128 * GROUPS, THREADS = CONSUMING + (WGMMA ? 128 : 32);
+    static constexpr int KEYS = WGMMA ? 128 : 64; /* multiplied together: registers */
     static constexpr int STAGE = TILE * D * 2, Q = M * D * 2, MOST_STAGES = 8;
 };
 
@@ -2767,6 +2773,13 @@ struct Turn { /* a place in a ring of n stages */
     }
 };
 
+struct RowBlock { int first, rows; }; /* of all rows, those of a CTA */
+
+DKV__DEVICE Asked asked(const Probe &p, const RowBlock &b, int row) { /* rows behind the end are like the last */
+    return p.asked[least((b.first + row) / p.G, p.n - 1)];
+}
+DKV__DEVICE int head_of(const Probe &p, const RowBlock &b, int g, int row) { return g * p.G + (b.first + row) % p.G; }
+
 /* What a CTA runs through: a share of the tiles of all KV heads, each the context's, then the tails' of the questions
    that its rows belong to. */
 struct Stretch { int g, x, tile, end; }; /* tiles of the context, x < 0, or of question x's tail */
@@ -2775,9 +2788,9 @@ struct ProbeWalk { int first, tails, g, at, left; }; /* first question, tiles of
 DKV__DEVICE int tail_tiles(const Probe &p, int x) { return (int)ceil_div(p.questions[x].tail, TILE); }
 DKV__DEVICE int context_tiles(const Probe &p, int g) { return (int)ceil_div(p.heads[g].rows, TILE); }
 
-DKV__DEVICE ProbeWalk probe_walk(const Probe &p, int first_row, int rows) {
-    ProbeWalk w = {p.asked[first_row / p.G].x, 0, 0, 0, 0};
-    const int last = p.asked[(first_row + rows - 1) / p.G].x, groups = gridDim.x / p.blocks, c = blockIdx.x / p.blocks;
+DKV__DEVICE ProbeWalk probe_walk(const Probe &p, const RowBlock &b) {
+    ProbeWalk w = {asked(p, b, 0).x, 0, 0, 0, 0};
+    const int last = asked(p, b, b.rows - 1).x, groups = gridDim.x / p.blocks, c = blockIdx.x / p.blocks;
     int       units = 0;
     for (int x = w.first; x <= last; x++) w.tails += tail_tiles(p, x);
     for (int g = 0; g < p.Hkv; g++) units += context_tiles(p, g) + w.tails;
@@ -2821,6 +2834,61 @@ DKV__DEVICE void gather_row(char *to, int r, int half, const char *from, const d
     }
 }
 
+/* Queries of the block's rows under KV head g; the keys of half of the rows' sources. By threads that compute. */
+template <class T, int D, int M>
+DKV__DEVICE void gather_queries(const Probe &p, const RowBlock &b, int g, char *to, int threads) {
+    for (int row = threadIdx.x / 2; row < round_up(b.rows, 64); row += threads / 2) {
+        const Asked      who = asked(p, b, row);
+        const Attention &a = p.questions[who.x];
+        gather_row<T, D, M>(to, row, threadIdx.x & 1, row < b.rows ? at(a.q, who.i, head_of(p, b, g, row)) : NULL, a.q,
+                            a.q_vector, p.d);
+    }
+}
+template <class T, int D, int HALF>
+DKV__DEVICE void gather_sources(const Probe &p, const RowBlock &b, int g, int half, char *to, int threads) {
+    const Attention  &a = *p.questions;
+    const dkv_tensor &k = a.source[CONTEXT_K];
+    for (int row = threadIdx.x / 2; row < least(HALF, b.rows - half * HALF); row += threads / 2) {
+        const int64_t source = asked(p, b, half * HALF + row).source + (a.packed ? p.heads[g].base : 0);
+        gather_row<T, D, TILE>(to, row, threadIdx.x & 1, at(k, source, a.packed ? 0 : g), k, a.vector[CONTEXT_K], p.d);
+    }
+}
+
+/* Lends a stage for every half of the rows where a head begins, and fills the others; by one warp. */
+template <int D>
+DKV__DEVICE void feed(const Probe &p, bool acquire, ProbeWalk walk, int halves, char *ring, uint64_t *full,
+                      uint64_t *empty) {
+    const int lane = threadIdx.x & 31;
+    uint64_t  policy = 0;
+    Piece     piece = {};
+    Stretch   y;
+    Turn      turn = {0, p.stages, 0};
+#if __CUDA_ARCH__ >= 900
+    policy = p.blocks == 1 ? policy_evict_first() : policy_evict_normal();
+#endif
+    for (int g = -1; probe_next(walk, y, p); g = y.g) {
+        const Attention &a = p.questions[most(y.x, 0)];
+        const int        which = y.x < 0 ? CONTEXT_K : TAIL_K;
+        for (int i = 0; y.g != g && i < halves; i++, turn.next()) {
+            bar_wait(empty + turn.stage, turn.phase ^ 1);
+            if (lane == 0 || !p.tma) bar_arrive(full + turn.stage);
+        }
+        piece.a = &a;
+        piece.g = y.g;
+        piece.rows = p.heads[y.g].rows;
+        piece.base = p.heads[y.g].base;
+        piece.length = a.tail;
+#if __CUDA_ARCH__ >= 900
+        if (acquire) tma_acquire(&a.map[which]);
+#endif
+        for (int tile = y.tile; tile < y.end; tile++, turn.next()) {
+            bar_wait(empty + turn.stage, turn.phase ^ 1);
+            load_tile<2, D, TILE>(piece, which, (int64_t)tile * TILE, ring + turn.stage * TILE * D * 2,
+                                  full + turn.stage, p.tma, policy);
+        }
+    }
+}
+
 /* The next float down, so that x < s is x <= below(s), also for a NaN of either. Below -infinity is NaN. */
 DKV__DEVICE float below(float s) {
     const uint32_t bits = __float_as_uint(s);
@@ -2834,15 +2902,16 @@ DKV__DEVICE float beyond(float x, float y) {
     return one;
 }
 
-/* Two rows' keys of a tile that come before their sources. sees: keys that the rows see; ties: those that win a tie. */
-DKV__DEVICE void count_keys(int (&count)[2], const float (&s)[16][4], const float (&own)[2], const float (&less)[2],
+/* Two rows' keys, of 8 N, that come before their sources. sees: keys that the rows see; ties: those that win a tie. */
+template <int N>
+DKV__DEVICE void count_keys(int (&count)[2], const float (&s)[N][4], const float (&own)[2], const float (&less)[2],
                             const int (&sees)[2], const int (&ties)[2]) {
     const int  t = (threadIdx.x & 3) * 2;
-    const bool mixed = sees[0] < TILE || sees[1] < TILE || (ties[0] > 0 && ties[0] < TILE) ||
-                       (ties[1] > 0 && ties[1] < TILE);
+    const bool mixed = sees[0] < 8 * N || sees[1] < 8 * N || (ties[0] > 0 && ties[0] < 8 * N) ||
+                       (ties[1] > 0 && ties[1] < 8 * N);
     if (__builtin_expect(mixed, 0)) {
 #pragma unroll
-        for (int n = 0; n < 16; n++) {
+        for (int n = 0; n < N; n++) {
 #pragma unroll
             for (int u = 0; u < 4; u++) {
                 const int i = u >> 1, key = 8 * n + t + (u & 1);
@@ -2853,7 +2922,7 @@ DKV__DEVICE void count_keys(int (&count)[2], const float (&s)[16][4], const floa
         const float cut[2] = {ties[0] > 0 ? less[0] : own[0], ties[1] > 0 ? less[1] : own[1]};
         float       part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int n = 0; n < 16; n++) {
+        for (int n = 0; n < N; n++) {
 #pragma unroll
             for (int u = 0; u < 4; u++) part[u] += beyond(s[n][u], cut[u >> 1]);
         }
@@ -2863,19 +2932,21 @@ DKV__DEVICE void count_keys(int (&count)[2], const float (&s)[16][4], const floa
 }
 
 template <class T, int D, bool WGMMA>
-__global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const __grid_constant__ Probe p) {
+__global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const __grid_constant__ Probe given,
+                                                                                const __grid_constant__ Parcel parcel) {
 #if !__CUDA_ARCH_FEAT_SM90_ALL
     if (WGMMA) return; /* what follows is left out */
 #endif
     typedef ProbeShape<D, WGMMA> S;
-    constexpr int                M = S::M, HALF = S::HALF, SLOTS = S::SLOTS;
+    constexpr int                M = S::M, HALF = S::HALF, SLOTS = S::SLOTS, N = S::KEYS / 8;
+    Probe                        p = given;
     extern __shared__ __align__(1024) char shared[];
     char      *q = shared, *ring = q + S::Q;
     uint64_t  *full = (uint64_t *)(ring + p.stages * S::STAGE), *empty = full + S::MOST_STAGES;
     const int  warp = __shfl_sync(~0u, threadIdx.x / 32, 0); /* so that the compiler knows it for one in all lanes */
-    const int  lane = threadIdx.x & 31, first_row = (int)(blockIdx.x % p.blocks) * M;
-    const int  rows = least(p.n * p.G - first_row, M), halves = (rows + HALF - 1) / HALF;
-    const int  groups = rows > 64 ? S::GROUPS : 1; /* warpgroups that have rows */
+    const int  lane = threadIdx.x & 31, from = (int)(blockIdx.x % p.blocks) * M;
+    const RowBlock b = {from, least(p.n * p.G - from, M)};
+    const int  halves = (b.rows + HALF - 1) / HALF, groups = b.rows > 64 ? S::GROUPS : 1; /* warpgroups with rows */
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; i++) bar_init(full + i, p.tma ? 1 : 32), bar_init(empty + i, 4 * groups);
 #if __CUDA_ARCH__ >= 900
@@ -2883,82 +2954,58 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
 #endif
     }
     __syncthreads();
-    let_next_start();
-    ProbeWalk walk = probe_walk(p, first_row, rows);
+    if (given.questions) let_next_start(); /* the block is there */
+    p.look_at(given.questions ? (const void *)given.questions : parcel.bytes);
+    ProbeWalk walk = probe_walk(p, b);
     Stretch   y;
     Turn      turn = {0, p.stages, 0};
     int       g = -1;
 
-    if (warp >= S::CONSUMING / 32) { /* the producer */
-#if __CUDA_ARCH_FEAT_SM90_ALL
-        if constexpr (WGMMA) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (warp >= S::CONSUMING / 32) {
+#if __CUDA_ARCH_FEAT_SM90_ALL /* a launch has 168 each: what the others take, twice, must be left */
+        if constexpr (WGMMA) asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
 #endif
-        if (warp > S::CONSUMING / 32) return;
-        uint64_t policy = 0;
-        Piece    piece = {};
-#if __CUDA_ARCH__ >= 900
-        policy = p.blocks == 1 ? policy_evict_first() : policy_evict_normal();
-#endif
-        while (probe_next(walk, y, p)) {
-            const Attention &a = p.questions[most(y.x, 0)];
-            const int        which = y.x < 0 ? CONTEXT_K : TAIL_K;
-            for (int i = 0; y.g != g && i < halves; i++, turn.next()) { /* stages for the sources */
-                bar_wait(empty + turn.stage, turn.phase ^ 1);
-                if (lane == 0 || !p.tma) bar_arrive(full + turn.stage);
-            }
-            g = piece.g = y.g;
-            piece.a = &a;
-            piece.rows = p.heads[g].rows;
-            piece.base = p.heads[g].base;
-            piece.length = a.tail;
-#if __CUDA_ARCH__ >= 900
-            if (p.tma) tma_acquire(&a.map[which]);
-#endif
-            for (int tile = y.tile; tile < y.end; tile++, turn.next()) {
-                bar_wait(empty + turn.stage, turn.phase ^ 1);
-                load_tile<2, D, TILE>(piece, which, (int64_t)tile * TILE, ring + turn.stage * S::STAGE,
-                                      full + turn.stage, p.tma, policy);
-            }
-        }
+        if (warp == S::CONSUMING / 32) feed<D>(p, p.tma && given.questions, walk, halves, ring, full, empty);
         return;
     }
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    if constexpr (WGMMA) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if constexpr (WGMMA) asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
 #endif
     if (warp / 4 >= groups) return;
 
     /* Rows of slot j: 64 from row first[j] on; with one group of rows, both slots are the same. */
-    const int  own = warp / 4, tid = threadIdx.x, threads = 128 * groups;
-    const bool two = own * 64 + HALF < rows;
+    const int  own = warp / 4, threads = 128 * groups;
+    const bool two = own * 64 + HALF < b.rows;
     const int  first[2] = {own * 64, two ? own * 64 + HALF : own * 64}, r = warp % 4 * 16 + lane / 4;
-    float      s[SLOTS][16][4], logit[2][2], less[2][2]; /* of the sources, and the next float below */
+    float      s[SLOTS][N][4], logit[2][2], less[2][2]; /* of the sources, and the next float below */
     int        count[2][2], sees[2][2], ties[2][2];
     bool       begins = false; /* this CTA counts the head's first tile */
-    auto       asked = [&](int row) { return p.asked[least((first_row + row) / p.G, p.n - 1)]; };
     auto       release = [&](int stage) {
         __syncwarp();
         if (lane == 0) bar_arrive(empty + stage);
     };
-    auto multiply = [&](float (&x)[16][4], int row, int stage) {
-        const char *k = ring + stage * S::STAGE;
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    const uint64_t q_first = descriptor(shared_address(q) + first[0] * 128, 1); /* offsets are added: it takes time */
+    const uint64_t q_second = descriptor(shared_address(q) + first[1] * 128, 1), k_ring = descriptor(shared_address(ring), 1);
+#endif
+    auto multiply = [&](float (&x)[N][4], int j, int stage, int key) { /* rows of slot j */
         if constexpr (WGMMA) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-            const uint32_t at = shared_address(k), q_at = shared_address(q) + row * 128;
+            const uint64_t q_at = j ? q_second : q_first, k_at = k_ring + (uint32_t)(stage * (S::STAGE >> 4));
             wgmma_fence();
 #pragma unroll
-            for (int c = 0; c < D / 16; c++) {
-                wgmma_scores<T>(x, descriptor(q_at + c / 4 * M * 128 + c % 4 * 32, 1),
-                                descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
-            }
+            for (int c = 0; c < D / 16; c++)
+                wgmma_scores<T>(x, q_at + (c / 4 * M * 8 + c % 4 * 2), k_at + (c / 4 * TILE * 8 + c % 4 * 2), c > 0);
             wgmma_commit();
 #endif
         } else {
 #pragma unroll
-            for (int n = 0; n < 16; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0.0f;
-            scores16<T, D, M, 16, 128>(x, q, row + warp % 4 * 16, k, 0);
+            for (int n = 0; n < N; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0.0f;
+            scores16<T, D, M, N, 128>(x, q, first[j] + warp % 4 * 16, ring + stage * S::STAGE, key);
         }
     };
     auto finish = [&] { /* ranks of head g */
+        let_next_start(); /* until here they need not have been made */
 #pragma unroll
         for (int j = 0; j < 2; j++) {
 #pragma unroll
@@ -2966,32 +3013,20 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
                 int total = count[j][i] + (two ? 0 : count[1][i]), row = first[j] + r + 8 * i;
                 total += __shfl_xor_sync(~0u, total, 1);
                 total += __shfl_xor_sync(~0u, total, 2);
-                if ((lane & 3) || row >= rows || (j && !two)) continue;
-                const Asked   who = asked(row);
-                const int64_t at = (int64_t)(p.questions[who.x].first_row + who.i) * p.H + g * p.G;
-                atomicAdd((unsigned long long *)p.rank + at + (first_row + row) % p.G,
+                if ((lane & 3) || row >= b.rows || (j && !two)) continue;
+                const Asked   who = asked(p, b, row);
+                const int64_t query = p.questions[who.x].first_row + who.i;
+                atomicAdd((unsigned long long *)p.rank + query * p.H + head_of(p, b, g, row),
                           (unsigned long long)(total + begins));
             }
         }
     };
     auto begin = [&] { /* head g: its queries, and the logits of their sources */
         named_sync(1, threads); /* q is read no more */
-        for (int row = tid / 2; row < M; row += threads / 2) {
-            const Asked      who = asked(row);
-            const Attention &a = p.questions[who.x];
-            gather_row<T, D, M>(q, row, tid & 1,
-                                row < rows ? at(a.q, who.i, g * p.G + (first_row + row) % p.G) : NULL, a.q, a.q_vector,
-                                p.d);
-        }
-        const Attention  &a = *p.questions;
-        const dkv_tensor &k = a.source[CONTEXT_K];
+        gather_queries<T, D, M>(p, b, g, q, threads);
         for (int half = 0; half < halves; half++, turn.next()) {
             bar_wait(full + turn.stage, turn.phase);
-            for (int row = tid / 2; row < HALF; row += threads / 2) {
-                const int64_t source = asked(half * HALF + row).source + (a.packed ? p.heads[g].base : 0);
-                gather_row<T, D, TILE>(ring + turn.stage * S::STAGE, row, tid & 1, at(k, source, a.packed ? 0 : g), k,
-                                       a.vector[CONTEXT_K], p.d);
-            }
+            gather_sources<T, D, HALF>(p, b, g, half, ring + turn.stage * S::STAGE, threads);
             asm volatile("cp.async.wait_all;" ::: "memory");
 #if __CUDA_ARCH__ >= 900
             fence_async();
@@ -2999,15 +3034,16 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
             named_sync(1, threads);
             if (half == 0 || two) {
                 float own_s[2] = {0.0f, 0.0f};
-                multiply(s[0], half ? first[1] : first[0], turn.stage);
+                const int key = own * 64 / S::KEYS * S::KEYS; /* the rows' own columns are among those from key on */
+                multiply(s[0], half, turn.stage, key);
 #if __CUDA_ARCH_FEAT_SM90_ALL
                 if constexpr (WGMMA) wgmma_wait<0>(), settle(s[0]);
 #endif
 #pragma unroll
-                for (int n = 0; n < 16; n++) { /* column = row of this half */
+                for (int n = 0; n < N; n++) {
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        if (n == own * 8 + warp % 4 * 2 + i)
+                        if (8 * n == own * 64 - key + warp % 4 * 16 + 8 * i)
                             own_s[i] = lane >> 2 & 1 ? s[0][n][2 * i + 1] : s[0][n][2 * i];
                     }
                 }
@@ -3029,17 +3065,17 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
         for (int j = 0; j < 2; j++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const Asked who = asked(first[j] + r + 8 * i);
+                const Asked who = asked(p, b, first[j] + r + 8 * i);
                 sees[j][i] = (int)(y.x < 0 ? p.heads[g].rows : who.x == y.x ? visible(a.tail, a.N_q, who.i) : 0);
                 ties[j][i] = y.x < 0 ? (int)who.source : 0;
             }
         }
         begins |= y.x < 0 && y.tile == 0;
     };
-    auto score = [&](const float (&x)[16][4], int j, int tile) {
-        const int at = tile * TILE, see[2] = {sees[j][0] - at, sees[j][1] - at};
+    auto score = [&](const float (&x)[N][4], int j, int at) {
+        const int see[2] = {sees[j][0] - at, sees[j][1] - at};
         const int tie[2] = {ties[j][0] - at, ties[j][1] - at};
-        count_keys(count[j], x, logit[j], less[j], see, tie);
+        count_keys<N>(count[j], x, logit[j], less[j], see, tie);
     };
 
     while (probe_next(walk, y, p)) {
@@ -3056,13 +3092,13 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
             Turn      ahead = turn;
             auto      start = [&](int j) {
                 if (!two || j == 0) bar_wait(full + ahead.stage, ahead.phase);
-                multiply(s[j], first[j], ahead.stage);
+                multiply(s[j], j, ahead.stage, 0);
                 if (!two || j == 1) ahead.next();
             };
             auto end = [&](int j, int i) {
                 settle(s[j]);
                 if (!two || j == 1) release(turn.stage), turn.next();
-                score(s[j], j, y.tile + (i >> two));
+                score(s[j], j, (y.tile + (i >> two)) * TILE);
             };
             int i = 0;
             start(0);
@@ -3088,13 +3124,20 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
         } else {
             for (int tile = y.tile; tile < y.end; tile++, turn.next()) {
                 bar_wait(full + turn.stage, turn.phase);
-                multiply(s[0], first[0], turn.stage);
-                release(turn.stage);
-                score(s[0], 0, tile);
+                for (int key = 0; key < TILE; key += S::KEYS) {
+                    multiply(s[0], 0, turn.stage, key);
+                    if (key + S::KEYS == TILE) release(turn.stage);
+                    score(s[0], 0, tile * TILE + key);
+                }
             }
         }
     }
     if (g >= 0) finish();
+}
+
+__global__ void no_ranks(int64_t *rank, int64_t n) {
+    let_next_start();
+    for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (int64_t)gridDim.x * 256) rank[i] = -1;
 }
 
 /* ---- launcher ---- */
@@ -3148,7 +3191,7 @@ int64_t score_bytes(const dkv_attention *a, int64_t n, int64_t queries) {
 }
 
 template <class T, int D, bool WGMMA>
-dkv_result launch_probe(Probe p, const Device &dev, int64_t keys, cudaStream_t stream) {
+dkv_result launch_probe(Probe p, const Parcel &parcel, const Device &dev, int64_t keys, cudaStream_t stream) {
     typedef ProbeShape<D, WGMMA> S;
     dkv_cuda_work                k = {};
     int64_t                      best = INT64_MAX, groups = 1, tiles = ceil_div(keys * p.Hkv, TILE);
@@ -3161,14 +3204,16 @@ dkv_result launch_probe(Probe p, const Device &dev, int64_t keys, cudaStream_t s
     }
     k.overlap = dev.arch >= 90;
     return launch(probe<T, D, WGMMA>, dim3((unsigned)(groups * p.blocks)), S::THREADS,
-                  p.stages * S::STAGE + S::Q + 256, k, stream, p);
+                  p.stages * S::STAGE + S::Q + 256, k, stream, p, parcel);
 }
 
-template <class T> dkv_result launch_probe_d(const Probe &p, const Device &dev, int64_t keys, cudaStream_t stream) {
-    const bool wgmma = dev.arch == 90 && p.tma;
-    if (p.d <= 64) return (wgmma ? launch_probe<T, 64, true> : launch_probe<T, 64, false>)(p, dev, keys, stream);
-    if (p.d <= 128) return (wgmma ? launch_probe<T, 128, true> : launch_probe<T, 128, false>)(p, dev, keys, stream);
-    return launch_probe<T, 256, false>(p, dev, keys, stream);
+template <class T>
+dkv_result launch_probe_d(const Probe &p, const Parcel &parcel, const Device &dev, int64_t keys, cudaStream_t stream) {
+    auto launch = p.d > 128 ? launch_probe<T, 256, false> : p.d > 64 ? launch_probe<T, 128, false>
+                                                                     : launch_probe<T, 64, false>;
+    if (dev.arch == 90 && p.tma && p.d <= 64) launch = launch_probe<T, 64, true>;
+    else if (dev.arch == 90 && p.tma && p.d <= 128) launch = launch_probe<T, 128, true>;
+    return launch(p, parcel, dev, keys, stream);
 }
 
 } /* namespace */
@@ -3200,8 +3245,8 @@ extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int6
         p.n += source[i] >= 0;
     }
     if (!q.queries) return DKV_OK;
-    r = did(cudaMemsetAsync(rank, 0xff, (size_t)(q.queries * a->H) * 8, (cudaStream_t)stream));
-    if (r || !p.n) return r;
+    const int64_t ranks = q.queries * a->H, bytes = score_bytes(a, n, p.n);
+    const bool    small = bytes < (int64_t)sizeof post.parcel; /* goes with the launch */
     post.dst = (unsigned char *)ws;
     post.stream = (cudaStream_t)stream;
     post.used = 0;
@@ -3224,18 +3269,21 @@ extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int6
             if (*source >= 0) post.put(&y, sizeof y);
         }
     }
-    post.flush();
-    p.questions = (const Attention *)ws;
-    p.heads = (const Head *)(p.questions + n);
-    p.asked = (const Asked *)(p.heads + a->Hkv);
+    if (!small) post.flush();
+    no_ranks<<<(unsigned)least(ceil_div(ranks, 256), (int64_t)dev.sms), 256, 0, (cudaStream_t)stream>>>(rank, ranks);
+    if (!p.n) return launched();
+    p.questions = small ? NULL : (const Attention *)ws;
+    p.n_questions = (int32_t)n;
     p.rank = rank;
     p.H = a->H;
     p.Hkv = a->Hkv;
     p.G = a->H / a->Hkv;
     p.d = a->d_k;
     p.tma = q.b.tma;
-    return q.b.type == DKV_BF16 ? launch_probe_d<__nv_bfloat16>(p, dev, q.keys, (cudaStream_t)stream)
-                                : launch_probe_d<__half>(p, dev, q.keys, (cudaStream_t)stream);
+    r = launched();
+    if (r) return r;
+    return (q.b.type == DKV_BF16 ? launch_probe_d<__nv_bfloat16> : launch_probe_d<__half>)(
+        p, post.parcel, dev, q.keys, (cudaStream_t)stream);
 }
 
 /* ==========================================================================
