@@ -2986,7 +2986,8 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
     };
 #if __CUDA_ARCH_FEAT_SM90_ALL
     const uint64_t q_first = descriptor(shared_address(q) + first[0] * 128, 1); /* offsets are added: it takes time */
-    const uint64_t q_second = descriptor(shared_address(q) + first[1] * 128, 1), k_ring = descriptor(shared_address(ring), 1);
+    const uint64_t q_second = descriptor(shared_address(q) + first[1] * 128, 1);
+    const uint64_t k_ring = descriptor(shared_address(ring), 1);
 #endif
     auto multiply = [&](float (&x)[N][4], int j, int stage, int key) { /* rows of slot j */
         if constexpr (WGMMA) {

@@ -644,37 +644,42 @@ static void rank_large(void) {
     }
 }
 
-static void rank_reruns_and_graph(void) {
+/* The block of a few questions goes with the launch, that of many through the workspace. */
+static void rank_replays(void) {
     NEEDS_DEVICE;
-    problem p = plain;
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    p.T_c = 9000, p.n = 3, p.N_q = 30, p.n_tail = 40;
-    build(&p);
-    dkv_cuda_limit(1000);
-    int64_t *once = score(&p);
-    size_t bytes = (size_t)(p.queries * p.H) * 8;
-    check_ranks(&p, once);
-    workspace ws = workspace_of(&p);
-    int64_t *rank = device(bytes);
-    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CUDA(cudaDeviceSynchronize());
-    CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    CHECK_OK(dkv_cuda_score(rank, p.a, p.n, p.source, ws.p, ws.bytes, stream));
-    CUDA(cudaStreamEndCapture(stream, &graph));
-    CUDA(cudaGraphInstantiate(&exec, graph, 0));
-    for (int i = 0; i < 20; i++) {
-        CUDA(cudaMemsetAsync(rank, 0x33, bytes, stream));
-        CUDA(cudaMemsetAsync(ws.p, 0xff, ws.bytes, stream));
-        CUDA(cudaGraphLaunch(exec, stream));
-        CUDA(cudaStreamSynchronize(stream));
-        CHECK(!memcmp(once, to_host(rank, bytes), bytes));
+    for (int many = 0; many < 2; many++) {
+        problem p = plain;
+        cudaStream_t stream;
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        AT("%s questions", many ? "many" : "few");
+        p.n = many ? 12 : 3, p.N_q = many ? 120 : 30, p.H = many ? 2 : 8, p.T_c = many ? 2000 : 9000, p.n_tail = p.N_q;
+        p.d = many ? 64 : 128;
+        build(&p);
+        dkv_cuda_limit(1000);
+        int64_t *once = score(&p);
+        size_t bytes = (size_t)(p.queries * p.H) * 8;
+        check_ranks(&p, once);
+        workspace ws = workspace_of(&p);
+        int64_t *rank = device(bytes);
+        CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        CUDA(cudaDeviceSynchronize());
+        CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+        CHECK_OK(dkv_cuda_score(rank, p.a, p.n, p.source, ws.p, ws.bytes, stream));
+        CUDA(cudaStreamEndCapture(stream, &graph));
+        CUDA(cudaGraphInstantiate(&exec, graph, 0));
+        for (int i = 0; i < 20; i++) {
+            CUDA(cudaMemsetAsync(rank, 0x33, bytes, stream));
+            CUDA(cudaMemsetAsync(ws.p, 0xff, ws.bytes, stream));
+            CUDA(cudaGraphLaunch(exec, stream));
+            CUDA(cudaStreamSynchronize(stream));
+            CHECK(!memcmp(once, to_host(rank, bytes), bytes));
+        }
+        CUDA(cudaGraphExecDestroy(exec));
+        CUDA(cudaGraphDestroy(graph));
+        CUDA(cudaStreamDestroy(stream));
+        CHECK(release_all());
     }
-    CUDA(cudaGraphExecDestroy(exec));
-    CUDA(cudaGraphDestroy(graph));
-    CUDA(cudaStreamDestroy(stream));
-    CHECK(release_all());
 }
 
 static void rank_refuses(void) {
@@ -731,7 +736,7 @@ int main(void) {
         {"ranks: equal keys", rank_equal_keys, 0},
         {"ranks: NaN", rank_not_numbers, 0},
         {"ranks: large, against the CPU", rank_large, 0},
-        {"ranks: 20 replays, the same", rank_reruns_and_graph, 0},
+        {"ranks: 20 replays, the same", rank_replays, 0},
         {"ranks: errors", rank_refuses, 0},
     };
     return run_cases("cuda learn", cases, COUNT(cases));
