@@ -786,7 +786,7 @@ static void try_row(const char *only, const char *name, const std::function<void
 }
 
 static const char usage[] = "usage: bench_cuda [--json FILE] [--only TEXT] [--arch 80]\n"
-                            "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"suffix 32\", \"score\"\n"
+                            "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"pack\", \"score\"\n"
                             "  --arch 80    the mma.sync kernels\n";
 
 int main(int argc, char **argv) {
