@@ -2405,13 +2405,14 @@ namespace {
    blocks CTAs side by side run through the same tiles, so K and V come from memory once.                           */
 
 constexpr int   CHUNK = 64;                   /* rows that a CTA gathers, and that a box of TMA has here */
+constexpr int   KEYS = 16;                    /* of a suffix whose gradients a CTA makes */
 constexpr float CLOSED = -87.3365447505531f; /* ln 2^-126, as dkv__gate_open_ln: below it a bin takes no part */
 
 struct Tile { int32_t row, len, bin; };                /* keys row .. row + len - 1 of the context; bin -1: no gate */
 struct Open { int32_t row, len, tile; float bias; };   /* one that takes part: bias = log2 u */
 struct Own { int32_t row, first, last, edge; };       /* gathered keys row ..; query i in first .. last - 1 sees i - edge */
 struct Question { int32_t suffix, i; };                /* a query of a context: which one of which suffix */
-struct Part { int32_t of, g, row; };                   /* 64 rows to gather: context or suffix, KV head, first of them */
+struct Part { int32_t of, g, row; };                   /* rows: context or suffix, KV head, the first of them */
 
 struct alignas(128) GatedContext {
     CUtensorMap          k, v;
@@ -2439,7 +2440,7 @@ struct GatedWork { /* kernel parameter */
     const int32_t  *own_count; /* [context][block] of them used */
     const Tile     *tiles;     /* [context][tiles] */
     const int2     *heads;     /* [heads] context, KV head */
-    const Part     *q_parts, *own_parts;
+    const Part     *q_parts, *own_parts, *key_parts; /* of CHUNK rows, CHUNK rows, KEYS keys */
     Open           *opens;     /* [side][head][tiles] */
     int            *before;    /* [side][heads + 1] units */
     int            *arrived;
@@ -2447,7 +2448,7 @@ struct GatedWork { /* kernel parameter */
     float4         *stats;     /* of gathered rows: relaxed LSE / ln 2, delta, 2^-lift, LSE / ln 2 */
     float          *slots, *partial;
     int64_t         opens_of_side;
-    int             n_heads, sides, groups, blocks, n_q_parts, n_own_parts, most_cells;
+    int             n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells;
 };
 
 /* Tile t of the context. */
@@ -2500,12 +2501,13 @@ int64_t tiles_of(const dkv_gated &c) {
 
 /* The list of side's softmax for one KV head; by 256 threads. Returns how many are open. */
 DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *tiles, Open *list) {
+    /* the tiles stand in the block: they may be read before the kernels before this one have ended */
     __shared__ int count[8];
     const float         *ln_u = c.ln_u + (int64_t)g * c.D;
     const unsigned char *open = c.open + (int64_t)g * c.D;
     const int            warp = threadIdx.x / 32, lane = threadIdx.x & 31, all = c.tiles;
     int                  n = 0;
-    for (int t0 = 0; t0 < all; t0 += 1024) { /* four tiles a thread, whose loads are in flight together */
+    for (int t0 = 0; t0 == 0 || t0 < all; t0 += 1024) { /* four tiles a thread, whose loads are in flight together */
         Tile  x[4];
         float bias[4];
         bool  is_open[4];
@@ -2515,6 +2517,7 @@ DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *ti
             is_open[k] = t < all;
             x[k] = is_open[k] ? tiles[t] : Tile{0, 0, -1};
         }
+        if (t0 == 0) let_next_start();
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             bias[k] = 0.0f;
@@ -2601,15 +2604,17 @@ DKV__DEVICE void gather_gradient(const GatedWork &w, const GatedContext &c, cons
     w.stats[y.at] = x;
 }
 
+/* Kernels of a pass overlap: what the one before does not write may be read before let_next_start, and so may what the
+   one before that wrote, which the one before waited for. */
+
 /* Before a pass: lists of open tiles, and rows into the order that the passes take them in. Grid: one CTA per list,
    per 64 query rows, per 64 own keys. The last list to be done sums them up. */
 template <class T, int D, bool BACKWARD>
 __global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ GatedWork w) {
     __shared__ int last;
-    constexpr int  C = D / 8, ROWS = 256 / C;
+    constexpr int  C = D / 8, ROWS = 256 / C, EACH = CHUNK / ROWS;
     const int      sides = BACKWARD ? 1 : w.sides, lists = w.n_heads * sides, c = threadIdx.x % C;
-    let_next_start();
-    int job = (int)blockIdx.x - lists;
+    int            job = (int)blockIdx.x - lists;
     if (job < 0) {
         const int      head = blockIdx.x % w.n_heads, side = blockIdx.x / w.n_heads;
         const int2     where = w.heads[head];
@@ -2645,12 +2650,17 @@ __global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ Gate
     if (job < w.n_q_parts) {
         const Part     part = w.q_parts[job];
         const GatedContext &x = w.contexts[part.of];
-        for (int r = threadIdx.x / C; r < CHUNK; r += ROWS) {
-            const GatedRow y = gated_row<WgmmaShape<D>::M>(w, x, part.g, part.row + r);
-            Eight          q = {};
-            if (y.real) q = eight_at(y.s->x.q, y.i, y.h, c * 8, x.d_k);
-            store_row8<T>(w.q_rows + (y.at * D + c * 8) * 2, q);
-            if (BACKWARD) gather_gradient<T, D>(w, x, y, c);
+        GatedRow            y[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            y[k] = gated_row<WgmmaShape<D>::M>(w, x, part.g, part.row + (int)threadIdx.x / C + k * ROWS);
+        let_next_start();
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            Eight q = {};
+            if (y[k].real) q = eight_at(y[k].s->x.q, y[k].i, y[k].h, c * 8, x.d_k);
+            store_row8<T>(w.q_rows + (y[k].at * D + c * 8) * 2, q);
+            if (BACKWARD) gather_gradient<T, D>(w, x, y[k], c);
         }
         return;
     }
@@ -2658,6 +2668,7 @@ __global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ Gate
     const Part     part = w.own_parts[job];
     const Suffix  &s = w.suffixes[part.of];
     const GatedContext &x = w.contexts[s.context];
+    let_next_start();
     for (int r = threadIdx.x / C; r < CHUNK; r += ROWS) {
         const int64_t i = part.row + r, to = x.first_key + (int64_t)part.g * x.own_keys + s.key + i;
         Eight         k = {}, v = {};
@@ -2980,14 +2991,14 @@ DKV__DEVICE bool cut_head(const GatedWork &w, int sides, int j, int m, Cut *x) {
 
 /* Slots into outputs: grid (rows of a block / 8, cuts, blocks), a warp a row. */
 template <int M, int D> __global__ void __launch_bounds__(256) gated_combine(const __grid_constant__ GatedWork w) {
-    let_next_start();
     const int m = blockIdx.z, r = blockIdx.x * 8 + threadIdx.x / 32;
     Cut       cut;
-    if (!cut_head(w, w.sides, blockIdx.y, m, &cut)) return;
-    const int2     where = w.heads[cut.head];
+    const bool is_cut = cut_head(w, w.sides, blockIdx.y, m, &cut);
+    const int2 where = w.heads[is_cut ? cut.head : 0];
     const GatedContext &c = w.contexts[where.x];
     const GatedRow y = gated_row<M>(w, c, where.y, m * M + r);
-    if (m >= c.blocks || !y.real) return;
+    let_next_start();
+    if (!is_cut || m >= c.blocks || !y.real) return;
     combine_row<M, D>(target_of(c, *y.s, cut.side), Row{y.i, y.h, true}, r, cut.pieces,
                       w.slots + (int64_t)cut.base * w.blocks * 2 * M * (D + 2));
 }
@@ -3232,13 +3243,13 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
 /* ---- backward over the suffixes' own keys: dK and dV --------------------------------------------------------------
 
    math    dK = scale dS^T Q and dV = P^T dO over the rows of the suffix, P of the softmax that made the output
-   CTA     64 keys of a suffix and KV head; 8 warps are 4 groups of 16 keys by 2 halves of 128 rows, whose sums meet at
-           the end. Scores are made transposed, so that P^T and dS^T are operands as they come out of mma.sync
-   why     N_q keys by G N_q rows: nothing beside the context, which gets no such gradient                          */
+   CTA     16 keys of a suffix and KV head; 4 warps for dK and 4 for dV share 128 rows out, and their sums meet at the
+           end. Scores are made transposed, so that P^T and dS^T are operands as they come out of mma.sync
+   why     N_q keys by G N_q rows: nothing beside the context, which gets no such gradient; so small and many CTAs     */
 
 template <int D> struct OwnShape {
-    static constexpr int KEYS = CHUNK * D * 2, ROWS = TILE * D * 2;
-    static constexpr int SHARED = 2 * KEYS + 2 * ROWS + TILE * (int)(sizeof(float4) + sizeof(float2));
+    static constexpr int OWN = KEYS * D * 2, ROWS = TILE * D * 2;
+    static constexpr int SHARED = 2 * OWN + 2 * ROWS + TILE * (int)(sizeof(float4) + sizeof(float2));
 };
 
 /* Rows of [rows][D] in shared memory as mma and ldmatrix take them, zeros from row n on; by 256 threads. */
@@ -3265,76 +3276,71 @@ template <class T, int D> DKV__DEVICE void own_gradients(const GatedWork &w, con
     typedef OwnShape<D> S;
     constexpr int       M = WgmmaShape<D>::M;
     extern __shared__ __align__(1024) char shared[];
-    char   *ks = shared, *vs = ks + S::KEYS, *qs = vs + S::KEYS, *gs = qs + S::ROWS;
+    char   *ks = shared, *vs = ks + S::OWN, *qs = vs + S::OWN, *gs = qs + S::ROWS;
     float4 *stat = (float4 *)(gs + S::ROWS);
     float2 *sight = (float2 *)(stat + TILE); /* keys of the suffix that a row sees; what its dO is weighed by */
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, r = lane / 4, t = lane & 3, half = warp / 4 * 64;
+    const int  warp = threadIdx.x / 32, lane = threadIdx.x & 31, r = lane / 4, t = lane & 3;
+    const bool values = warp >= 4;
     const Suffix       &s = w.suffixes[part.of];
     const GatedContext &c = w.contexts[s.context];
-    if (part.row >= s.x.N_q) return;
+    const int           key0 = part.row;
     const int64_t head_row = c.first_row + (int64_t)part.g * c.blocks * M;
     const int     first = s.first * c.G, end = (s.first + (int)s.x.N_q) * c.G;
     const float   unlift = Name<T>::type == DKV_F16 ? common_unlift(w.stats + head_row + first, end - first) : 1.0f;
-    const int64_t key = c.first_key + (int64_t)part.g * c.own_keys + s.key + part.row;
-    copy_rows<D, CHUNK>(ks, w.own_k_rows + key * D * 2, CHUNK);
-    copy_rows<D, CHUNK>(vs, w.own_v_rows + key * D * 2, CHUNK);
-    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-    for (int row0 = first + part.row * c.G; row0 < end; row0 += TILE) {
-        const int n = least(end - row0, TILE);
+    const int64_t key = c.first_key + (int64_t)part.g * c.own_keys + s.key + key0;
+    copy_rows<D, KEYS>(ks, w.own_k_rows + key * D * 2, KEYS);
+    copy_rows<D, KEYS>(vs, w.own_v_rows + key * D * 2, KEYS);
+    float sum[D / 8][4] = {};
+    for (int row0 = first + key0 * c.G; row0 < end; row0 += TILE) {
+        const int n = least(end - row0, TILE), at = warp % 4 * 32;
         __syncthreads(); /* what is there is read no more */
         copy_rows<D, TILE>(qs, w.q_rows + (head_row + row0) * D * 2, n);
         copy_rows<D, TILE>(gs, w.d_out_rows + (head_row + row0) * D * 2, n);
         if (threadIdx.x < TILE) {
             const int row = row0 + (int)threadIdx.x;
             stat[threadIdx.x] = (int)threadIdx.x < n ? w.stats[head_row + row] : float4{INFINITY, 0.0f, 1.0f, INFINITY};
-            sight[threadIdx.x] = float2{(int)threadIdx.x < n ? (float)(row / c.G - s.first - part.row) : -1.0f,
+            sight[threadIdx.x] = float2{(int)threadIdx.x < n ? (float)(row / c.G - s.first - key0) : -1.0f,
                                         stat[threadIdx.x].z / unlift};
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
 #pragma unroll 1
-        for (int at = half; at < least(n, half + 64); at += 32) { /* 32 rows at once: registers */
-            float x[4][4] = {}, dp[4][4] = {};
-            scores16<T, D, CHUNK, 4, 128>(x, ks, warp % 4 * 16, qs, at);
-            scores16<T, D, CHUNK, 4, 128>(dp, vs, warp % 4 * 16, gs, at);
+        for (int step = at; step < least(n, at + 32); step += 16) {
+            float x[2][4] = {}, dp[2][4] = {};
+            scores16<T, D, KEYS, 2, 128>(x, ks, 0, qs, step);
+            if (!values) scores16<T, D, KEYS, 2, 128>(dp, vs, 0, gs, step);
 #pragma unroll
-            for (int n8 = 0; n8 < 4; n8++) {
+            for (int n8 = 0; n8 < 2; n8++) {
 #pragma unroll
                 for (int u = 0; u < 4; u++) {
-                    const int    row = at + 8 * n8 + 2 * t + (u & 1);
+                    const int    row = step + 8 * n8 + 2 * t + (u & 1);
                     const float4 y = stat[row];
-                    const float  logit = x[n8][u] * c.times;
-                    const bool   seen = (float)(warp % 4 * 16 + r + (u >> 1) * 8) <= sight[row].x;
-                    dp[n8][u] = seen ? exp2_fast(logit - y.x) * (dp[n8][u] - y.y) * sight[row].y : 0.0f;
-                    x[n8][u] = seen ? exp2_fast(logit - y.w) * sight[row].y : 0.0f;
+                    const float  p = exp2_fast(x[n8][u] * c.times - (values ? y.w : y.x)) * sight[row].y;
+                    const bool   seen = (float)(r + (u >> 1) * 8) <= sight[row].x;
+                    x[n8][u] = !seen ? 0.0f : values ? p : p * (dp[n8][u] - y.y);
                 }
             }
-            mix16<T, D, 4, 128>(dk, dp, qs, at, TILE);
-            mix16<T, D, 4, 128>(dv, x, gs, at, TILE);
+            mix16<T, D, 2, 128>(sum, x, values ? gs : qs, step, TILE);
         }
     }
-    float *sum = (float *)qs; /* the second half's sums: [4 warps][32 lanes][D / 2], for dK then dV */
+    float *sums = (float *)qs; /* [8 warps][D / 8][32 lanes][4] */
+    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float(&own)[D / 8][4] = i ? dv : dk;
-        __syncthreads();
-#pragma unroll
-        for (int n8 = 0; n8 < D / 8; n8++)
-            if (half) *(float4 *)(sum + (n8 * 128 + threadIdx.x % 128) * 4) = *(float4 *)own[n8];
-        __syncthreads();
-        if (half) continue;
-        const dkv_tensor &to = i ? s.x.dv : s.x.dk;
-        const bool        vector = is_even(to);
-        const float       weight = i ? unlift : unlift * c.scale;
-#pragma unroll
-        for (int n8 = 0; n8 < D / 8; n8++) {
-            const float4 other = *(float4 *)(sum + (n8 * 128 + threadIdx.x) * 4);
-            const float  lo[2] = {(own[n8][0] + other.x) * weight, (own[n8][1] + other.y) * weight};
-            const float  hi[2] = {(own[n8][2] + other.z) * weight, (own[n8][3] + other.w) * weight};
-            const int    row = part.row + warp * 16 + r, j = 8 * n8 + 2 * t, d = i ? c.d_v : c.d_k;
-            store_out<2>(to, vector, d, Row{row, part.g, row < s.x.N_q}, j, lo);
-            store_out<2>(to, vector, d, Row{row + 8, part.g, row + 8 < s.x.N_q}, j, hi);
+    for (int n8 = 0; n8 < D / 8; n8++) *(float4 *)(sums + ((warp * (D / 8) + n8) * 32 + lane) * 4) = *(float4 *)sum[n8];
+    __syncthreads();
+    const dkv_tensor &to = values ? s.x.dv : s.x.dk;
+    const bool        vector = is_even(to);
+    const float       weight = values ? unlift : unlift * c.scale;
+    for (int n8 = warp % 4; n8 < D / 8; n8 += 4) {
+        float4 y = {};
+        for (int i = 0; i < 4; i++) {
+            const float4 z = *(float4 *)(sums + (((values * 4 + i) * (D / 8) + n8) * 32 + lane) * 4);
+            y.x += z.x, y.y += z.y, y.z += z.z, y.w += z.w;
         }
+        const float lo[2] = {y.x * weight, y.y * weight}, hi[2] = {y.z * weight, y.w * weight};
+        const int   row = key0 + r, d = values ? c.d_v : c.d_k;
+        store_out<2>(to, vector, d, Row{row, part.g, row < s.x.N_q}, 8 * n8 + 2 * t, lo);
+        store_out<2>(to, vector, d, Row{row + 8, part.g, row + 8 < s.x.N_q}, 8 * n8 + 2 * t, hi);
     }
 }
 
@@ -3343,11 +3349,13 @@ template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job
     constexpr int N = D / 32;
     const int     lane = threadIdx.x & 31, r = job % (M / 8) * 8 + (int)threadIdx.x / 32, m = job / (M / 8) % w.blocks;
     Cut           cut;
-    if (!cut_head(w, 1, job / (M / 8) / w.blocks, m, &cut)) return;
-    const int2          where = w.heads[cut.head];
+    const bool          is_cut = cut_head(w, 1, job / (M / 8) / w.blocks, m, &cut);
+    const int2          where = w.heads[is_cut ? cut.head : 0];
     const GatedContext &c = w.contexts[where.x];
     const GatedRow      y = gated_row<M>(w, c, where.y, m * M + r);
-    if (m >= c.blocks || !y.real) return;
+    const float         weight = c.scale * __ldcg(&w.stats[y.real ? y.at : 0].z);
+    let_next_start();
+    if (!is_cut || m >= c.blocks || !y.real) return;
     float sum[N] = {};
     for (int i = cut.pieces.first; i <= cut.pieces.last; i += 8) {
         float x[8][N];
@@ -3364,7 +3372,6 @@ template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job
             for (int u = 0; u < N; u++) sum[u] += x[k][u];
         }
     }
-    const float weight = c.scale * w.stats[y.at].z;
 #pragma unroll
     for (int u = 0; u < N; u++) sum[u] *= weight;
     store_out<N>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, lane * N, sum);
@@ -3391,19 +3398,20 @@ template <int M> DKV__DEVICE void sum_cell(const GatedWork &w, int64_t cell) {
     if (lane == 0) c.d_ln_u[at] = sum;
 }
 
-/* The ends of backward, one behind the other in the grid: own keys; heads that were cut; and the cells, shared out among
-   the rest. */
-template <class T, int D> __global__ void __launch_bounds__(256, 1) gated_finish(const __grid_constant__ GatedWork w) {
+/* The ends of backward, one behind the other in the grid: own keys; heads that were cut; and the cells,
+   shared out among the rest. */
+template <class T, int D> __global__ void __launch_bounds__(256, 2) gated_finish(const __grid_constant__ GatedWork w) {
     constexpr int M = WgmmaShape<D>::M;
-    let_next_start();
-    const int cuts = cuts_of(w, 1) * w.blocks * (M / 8), job = (int)blockIdx.x - w.n_own_parts - cuts;
-    if ((int)blockIdx.x < w.n_own_parts) {
-        own_gradients<T, D>(w, w.own_parts[blockIdx.x]);
-    } else if (job < 0) {
-        sum_queries<M, D>(w, job + cuts);
+    const int cuts = cuts_of(w, 1) * w.blocks * (M / 8), cut = (int)blockIdx.x - w.n_key_parts, cell = cut - cuts;
+    if (cut < 0) {
+        own_gradients<T, D>(w, w.key_parts[blockIdx.x]); /* needs nothing of the kernel before, and ends beside it */
+        let_next_start();
+    } else if (cell < 0) {
+        sum_queries<M, D>(w, cut);
     } else {
-        const int64_t step = (int64_t)(gridDim.x - w.n_own_parts - cuts) * 8, all = (int64_t)w.n_heads * w.most_cells;
-        for (int64_t i = (int64_t)job * 8 + threadIdx.x / 32; i < all; i += step) sum_cell<M>(w, i);
+        let_next_start();
+        const int64_t step = (int64_t)(gridDim.x - w.n_key_parts - cuts) * 8, all = (int64_t)w.n_heads * w.most_cells;
+        for (int64_t i = (int64_t)cell * 8 + threadIdx.x / 32; i < all; i += step) sum_cell<M>(w, i);
     }
 }
 
@@ -3461,9 +3469,9 @@ dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
 struct GatedSizes {
     dkv_type type;
     int      D, M, sides, groups;
-    int64_t  heads, suffixes, queries, keys, rows, blocks, all_blocks, own, opens, q_parts, own_parts, cells;
+    int64_t  heads, suffixes, queries, keys, rows, blocks, all_blocks, own, opens, q_parts, own_parts, key_parts, cells;
     int64_t  tiles, most_tiles;
-    int64_t  tile_at, suffix_at, question_at, head_at, own_at, count_at, q_part_at, own_part_at, block;
+    int64_t  tile_at, suffix_at, question_at, head_at, own_at, count_at, q_part_at, own_part_at, key_part_at, block;
     int64_t  open_at, before_at, stats_at, q_at, g_at, k_at, v_at, partial_at, slots_at, ws;
 };
 
@@ -3522,7 +3530,11 @@ dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Devic
         s->heads += Hkv;
         s->suffixes += c[i].n_suffix;
         s->queries += rows_of(c[i]) / (c[i].H / Hkv);
-        for (int64_t x = 0; x < c[i].n_suffix; x++) s->keys += round_up(c[i].suffix[x].N_q, TILE) * Hkv;
+        for (int64_t x = 0; x < c[i].n_suffix; x++) {
+            s->keys += round_up(c[i].suffix[x].N_q, TILE) * Hkv;
+            s->key_parts += ceil_div(c[i].suffix[x].N_q, KEYS) * Hkv;
+        }
+
         s->rows += blocks * s->M * Hkv;
         s->blocks = most(s->blocks, blocks);
         s->all_blocks += blocks;
@@ -3546,6 +3558,7 @@ dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Devic
     s->count_at = place(&at, s->all_blocks * 4);
     s->q_part_at = place(&at, s->q_parts * (int64_t)sizeof(Part));
     s->own_part_at = place(&at, s->own_parts * (int64_t)sizeof(Part));
+    s->key_part_at = place(&at, s->key_parts * (int64_t)sizeof(Part));
     s->tile_at = place(&at, s->tiles * (int64_t)sizeof(Tile));
     s->block = at;
     at = 0;
@@ -3581,6 +3594,15 @@ dkv_result describe_context(GatedContext *x, const dkv_gated &c, const GatedSize
     x->scale = c.scale > 0.0f ? c.scale : 1.0f / sqrtf((float)c.d_k);
     x->times = x->scale * LOG2E;
     return r;
+}
+
+void post_parts(Post *post, int32_t of, int32_t Hkv, int64_t rows, int step) {
+    for (int32_t g = 0; g < Hkv; g++) {
+        for (int64_t row = 0; row < rows; row += step) {
+            const Part y = {of, g, (int32_t)row};
+            post->put(&y, sizeof y);
+        }
+    }
 }
 
 /* The tables of the block, in its order. */
@@ -3641,25 +3663,15 @@ void post_gated(Post *post, const dkv_gated *c, int64_t n, const GatedSizes &s) 
         }
     }
     post->align(s.q_part_at);
-    for (int64_t i = 0; i < n; i++) {
-        for (int g = 0; g < c[i].Hkv; g++) {
-            for (int64_t row = 0; row < round_up(rows_of(c[i]), s.M); row += CHUNK) {
-                Part y = {(int32_t)i, g, (int32_t)row};
-                post->put(&y, sizeof y);
-            }
-        }
-    }
+    for (int64_t i = 0; i < n; i++) post_parts(post, (int32_t)i, c[i].Hkv, round_up(rows_of(c[i]), s.M), CHUNK);
     post->align(s.own_part_at);
-    for (int64_t i = 0, suffix = 0; i < n; i++) {
-        for (int64_t j = 0; j < c[i].n_suffix; j++, suffix++) {
-            for (int g = 0; g < c[i].Hkv; g++) {
-                for (int64_t row = 0; row < round_up(c[i].suffix[j].N_q, TILE); row += CHUNK) {
-                    Part y = {(int32_t)suffix, g, (int32_t)row};
-                    post->put(&y, sizeof y);
-                }
-            }
-        }
-    }
+    for (int64_t i = 0, suffix = 0; i < n; i++)
+        for (int64_t j = 0; j < c[i].n_suffix; j++, suffix++)
+            post_parts(post, (int32_t)suffix, c[i].Hkv, round_up(c[i].suffix[j].N_q, TILE), CHUNK);
+    post->align(s.key_part_at);
+    for (int64_t i = 0, suffix = 0; i < n; i++)
+        for (int64_t j = 0; j < c[i].n_suffix; j++, suffix++)
+            post_parts(post, (int32_t)suffix, c[i].Hkv, c[i].suffix[j].N_q, KEYS);
     post->flush();
 }
 
@@ -3686,6 +3698,7 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     w->own_count = (const int32_t *)(block + s.count_at);
     w->q_parts = (const Part *)(block + s.q_part_at);
     w->own_parts = (const Part *)(block + s.own_part_at);
+    w->key_parts = (const Part *)(block + s.key_part_at);
     w->arrived = (int *)(ws + s.before_at);
     w->before = w->arrived + 1;
     w->opens = (Open *)(ws + s.open_at);
@@ -3703,6 +3716,7 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     w->blocks = (int)s.blocks;
     w->n_q_parts = (int)s.q_parts;
     w->n_own_parts = (int)s.own_parts;
+    w->n_key_parts = (int)s.key_parts;
     w->most_cells = (int)s.cells;
     return r;
 }
@@ -3719,8 +3733,9 @@ template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward
             r = launch(gated_combine<M, D>, dim3(M / 8, (unsigned)cuts_of(w, w.sides), (unsigned)w.blocks), 256, 0, true, stream, w);
         return r;
     }
-    const unsigned ends = (unsigned)(w.n_own_parts + cuts_of(w, 1) * w.blocks * (M / 8) +
-                                     least(ceil_div((int64_t)w.n_heads * w.most_cells, 8), (int64_t)264));
+    const int64_t  cells = ceil_div((int64_t)w.n_heads * w.most_cells, 8);
+    const unsigned ends = (unsigned)(w.n_key_parts + cuts_of(w, 1) * w.blocks * (M / 8) +
+                                     least(cells, (int64_t)132));
     r = launch(gated_gather<T, D, true>, gather, 256, 0, true, stream, w);
     if (!r) r = launch(gated_backward<T, D>, dim3(grid), BackwardShape<D>::THREADS, BackwardShape<D>::SHARED, true, stream, w);
     if (!r) r = launch(gated_finish<T, D>, dim3(ends), 256, OwnShape<D>::SHARED, true, stream, w);
@@ -3772,10 +3787,11 @@ extern "C" dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gat
     post.done = 0;
     if (s.rows) {
         post_gated(&post, c, n, s);
-        r = did(cudaMemsetAsync((char *)ws + s.before_at, 0, 4, (cudaStream_t)stream));
         if (s.most_tiles)
             make_tiles<<<dim3((unsigned)ceil_div(s.most_tiles, 256), (unsigned)n), 256, 0, (cudaStream_t)stream>>>(
                 (const GatedContext *)block, (Tile *)((char *)block + s.tile_at));
+        /* last: what follows it waits until all of the above is done, while a kernel's tables are read before it waits */
+        r = did(cudaMemsetAsync((char *)ws + s.before_at, 0, 4, (cudaStream_t)stream));
     }
     if (!r) r = launched();
     if (r) return r;
