@@ -20,7 +20,7 @@ FLAGS_tsan     = -O1 -fsanitize=thread -Wno-unknown-pragmas
 VERSION  = $(shell sed -n 's/^#define DKV_VERSION "\(.*\)"/\1/p' distance_kv.h)
 LLAMA    = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/llama/*.c))
 DKV      = $(patsubst examples/%.c,$B/o/%.o,$(wildcard examples/dkv/*.c))
-TESTS    = $(filter-out $B/test_cuda $B/test_model_cuda,$(patsubst tests/%.c,$B/%,$(wildcard tests/test_*.c)))
+TESTS    = $(filter-out $B/test_cuda $B/test_cuda_learn $B/test_model_cuda,$(patsubst tests/%.c,$B/%,$(wildcard tests/test_*.c)))
 TSAN     = $(addprefix $B/test_,attend cache team score gated)
 FUZZ     = $(patsubst tests/%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
 MODEL    = build/model/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -159,19 +159,19 @@ $C/dkv.o: distance_kv.h
 build/libdistance_kv_cuda.so: $C/distance_kv_cuda.o $C/dkv.o
 	$(NVCC) $(NVCCFLAGS) -shared $^ -o $@ -lm
 
-$C/test_cuda.o: tests/test_cuda.c distance_kv.h $(wildcard tests/*.h) | nvcc build/deps
+$C/test_cuda.o $C/test_cuda_learn.o: $C/%.o: tests/%.c distance_kv.h $(wildcard tests/*.h) | nvcc build/deps
 	@mkdir -p $C
 	$(CC) $(CFLAGS) -isystem $(CUDA_INC) -c $< -o $@
 
 # cmocka has no static library: a copy lies beside the program.
-build/test_cuda: $C/test_cuda.o $C/distance_kv_cuda.o $B/dkv.o
+build/test_cuda build/test_cuda_learn: build/%: $C/%.o $C/distance_kv_cuda.o $B/dkv.o
 	@cp -L "$$($(CC) -print-file-name=libcmocka.so)" build/libcmocka.so.0
 	$(NVCC) $(NVCCFLAGS) $^ -o $@ -lcmocka -l:libgomp.a -Xlinker -rpath,'$$ORIGIN' -lm
 
 build/bench_cuda: bench/bench_cuda.cu distance_kv.h $C/distance_kv_cuda.o $B/dkv.o
 	$(NVCC) $(NVCCFLAGS) -Xcompiler -Wall,-Wextra $(filter %.cu %.o,$^) -o $@ -l:libgomp.a -ldl -lm
 
-test-cuda: build/test_cuda build/test_model_cuda
+test-cuda: build/test_cuda build/test_cuda_learn build/test_model_cuda
 	@sh tests/run.sh $^
 
 bench-cuda: build/bench_cuda build/libdistance_kv_cuda.so

@@ -679,6 +679,38 @@ extern dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cache *f
 extern dkv_result dkv_cuda_cache_download(dkv_cache **out, const dkv_cuda_cache *c, int64_t capacity,
                                           const dkv_allocator *alloc, void *stream);
 
+/* dkv_score on the device for questions about one context: the attentions a[n] share H, Hkv, d_k, type and context (16
+   bits, packed or strided with equal rows), and each has its own queries and tail. K is read once for all of them.
+   source is a host array, read during the call, of the questions' queries one after another, and rank[sum of N_q][H]
+   is on the device likewise. The workspace is on the device, 128-byte aligned. SHAPE, TYPE, FIELD, STATE, CAPACITY,
+   ALIGN. */
+extern dkv_result dkv_cuda_score_size(size_t *ws_bytes, const dkv_attention *a, int64_t n);
+extern dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int64_t n, const int64_t *source, void *ws,
+                                 size_t ws_bytes, void *stream);
+
+/* The functions of gates, arrays on the device and sums in a fixed order; at most 2^31 - 1 gates (SHAPE). What they
+   write has the CPU's bits, given the same inputs, but for the order of the sums in penalty's mean and clip's norm.
+   ws: DKV_CUDA_GATES_WS bytes on the device, 16-byte aligned; calls on one stream may share it. FIELD, SHAPE. */
+#define DKV_CUDA_GATES_WS 16384
+
+/* The draws of n contexts of a step, draw.context .. draw.context + n - 1: u, ln_u [n][L][Hkv][D], either NULL. */
+extern dkv_result dkv_cuda_gates_union(float *u, float *ln_u, const dkv_gates *g, const float *a, dkv_draw draw,
+                                       int64_t n, void *stream);
+/* da += the gradients of the same n draws, in the order of contexts; d_ln_u [n][L][Hkv][D]. */
+extern dkv_result dkv_cuda_gates_union_backward(float *da, const dkv_gates *g, const float *a, dkv_draw draw, int64_t n,
+                                                const float *d_ln_u, void *stream);
+/* *mean (device, or NULL) <- the expected share kept; da, unless NULL, += lambda times its gradient. */
+extern dkv_result dkv_cuda_gates_penalty(double *mean, float *da, const dkv_gates *g, const float *a, dkv_budget budget,
+                                         float lambda, void *ws, void *stream);
+/* *norm (device, or NULL) <- the norm before. */
+extern dkv_result dkv_cuda_gates_clip(double *norm, float *x, int64_t n, void *ws, void *stream);
+extern dkv_result dkv_cuda_gates_adamw(float *a, float *m, float *v, const float *da, int64_t n, int64_t t, double rate,
+                                       void *stream);
+/* M is on the device; *K, on the host, is known at once. */
+extern dkv_result dkv_cuda_gates_top(unsigned char *M, int64_t *K, const dkv_gates *g, const float *a,
+                                     dkv_budget budget, double rho, int by_p, void *ws, void *stream);
+extern dkv_result dkv_cuda_gates_or(unsigned char *open, const dkv_gates *g, const unsigned char *M, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -10,6 +10,8 @@
      [PACK]     the packed layout: plain rows per KV head, heads on tiles of 128 rows
      [ATTEND]   the batch in device memory; shares of work; mma.sync kernel; wgmma kernel; combine
      [CACHE]    packed layers + tail on the device
+     [SCORE]    ranks of sources, by counting
+     [GATES]    draws, unions, penalties, AdamW, Top-K
 
    ONE IDEA  Attention is a list of items (attention, KV head, block of query rows), each a list of tiles of keys:
    packed context first, then the tail. Query rows are (query, head of the group), query first, so K and V are read
@@ -286,7 +288,7 @@ dkv_result device_read(Device *d) {
 }
 
 /* Writes a few kilobytes to device memory through kernel parameters: no wait, no pinned memory, safe to capture. */
-struct Parcel { unsigned char bytes[16384]; };
+struct alignas(128) Parcel { unsigned char bytes[16384]; };
 __global__ void deliver(unsigned char *dst, const __grid_constant__ Parcel p, int n) {
     for (int i = threadIdx.x * 16; i < n; i += blockDim.x * 16) *(uint4 *)(dst + i) = *(const uint4 *)(p.bytes + i);
 }
@@ -4179,4 +4181,946 @@ extern "C" dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cach
     if (r) dkv_cuda_cache_destroy(c);
     else *out = c;
     return r;
+}
+
+/* ==========================================================================
+   [SCORE]  how many keys outrank the source of what a query is about to predict (paper 3.1)
+   in:  queries of several questions, K of their context and of each one's tail, the source's row for each query
+   out: ranks: counts, added up as integers, so that keys may come in any order and from any CTA
+   invariant: a source's logit comes from the products that give all the others, so that equal keys tie exactly
+   ========================================================================== */
+
+namespace {
+
+/* ---- counting ----------------------------------------------------------------------------------------------------
+
+   math    S = Q K^T in f32, unscaled: a positive scale keeps the order; rank = how many s are not <= the source's s,
+           and how many are equal before it
+   shapes  rows (asked query, head of the group) in blocks of 256, 64 a warpgroup and accumulator; tiles of 128 keys.
+           mma.sync: 128 rows, 64 at D = 256
+   CTA     two warpgroups count while a warp loads K. Each has two accumulators: one is counted while the other is
+           being multiplied. They are two groups of rows, or where these are few, of one group's tiles every second.
+           A head begins with a stage lent by the producer: consumers gather the sources' keys in it, and S's diagonal
+           is what they compare with
+   why     rows want many keys for each K that comes from L2, and wgmma two products in flight; K is read once, as CTAs
+           of all row blocks run through the same keys together
+   limits  16-bit keys, at most 2^31 of them; wgmma: D 64 and 128, sources that TMA takes                          */
+
+struct Asked { int32_t x, i; int64_t source; }; /* question, its query, row of the context */
+
+struct Probe { /* kernel parameter */
+    const Attention *questions; /* NULL: they come with the launch, as what follows does */
+    const Head      *heads;  /* of the context */
+    const Asked     *asked;  /* [n], question after question */
+    int64_t         *rank;   /* [queries of all][H], -1 before */
+    int32_t          n, n_questions, G, H, Hkv, d, blocks, tma, stages;
+    DKV__DEVICE void look_at(const void *block) { /* questions, heads and asked, one after another */
+        questions = (const Attention *)block;
+        heads = (const Head *)(questions + n_questions);
+        asked = (const Asked *)(heads + Hkv);
+    }
+};
+
+template <int D, bool WGMMA> struct ProbeShape {
+    static constexpr int GROUPS = D == 256 ? 1 : 2, HALF = 64 * GROUPS, SLOTS = WGMMA ? 2 : 1, M = HALF * SLOTS;
+    static constexpr int CONSUMING = 128 * GROUPS, THREADS = CONSUMING + (WGMMA ? 128 : 32);
+    static constexpr int KEYS = WGMMA ? 128 : 64; /* multiplied together: registers */
+    static constexpr int STAGE = TILE * D * 2, Q = M * D * 2, MOST_STAGES = 8;
+};
+
+struct Turn { /* a place in a ring of n stages */
+    int      stage, n;
+    uint32_t phase;
+    DKV__DEVICE void next() {
+        if (++stage == n) stage = 0, phase ^= 1;
+    }
+};
+
+struct RowBlock { int first, rows; }; /* of all rows, those of a CTA */
+
+DKV__DEVICE Asked asked(const Probe &p, const RowBlock &b, int row) { /* rows behind the end are like the last */
+    return p.asked[least((b.first + row) / p.G, p.n - 1)];
+}
+DKV__DEVICE int head_of(const Probe &p, const RowBlock &b, int g, int row) { return g * p.G + (b.first + row) % p.G; }
+
+/* What a CTA runs through: a share of the tiles of all KV heads, each the context's, then the tails' of the questions
+   that its rows belong to. */
+struct Stretch { int g, x, tile, end; }; /* tiles of the context, x < 0, or of question x's tail */
+struct ProbeWalk { int first, tails, g, at, left; }; /* first question, tiles of tails; place in head g, tiles to do */
+
+DKV__DEVICE int tail_tiles(const Probe &p, int x) { return (int)ceil_div(p.questions[x].tail, TILE); }
+DKV__DEVICE int context_tiles(const Probe &p, int g) { return (int)ceil_div(p.heads[g].rows, TILE); }
+
+DKV__DEVICE ProbeWalk probe_walk(const Probe &p, const RowBlock &b) {
+    ProbeWalk w = {asked(p, b, 0).x, 0, 0, 0, 0};
+    const int last = asked(p, b, b.rows - 1).x, groups = gridDim.x / p.blocks, c = blockIdx.x / p.blocks;
+    int       units = 0;
+    for (int x = w.first; x <= last; x++) w.tails += tail_tiles(p, x);
+    for (int g = 0; g < p.Hkv; g++) units += context_tiles(p, g) + w.tails;
+    w.at = share(units, groups, c);
+    w.left = share(units, groups, c + 1) - w.at;
+    return w;
+}
+
+DKV__DEVICE bool probe_next(ProbeWalk &w, Stretch &s, const Probe &p) {
+    if (w.left <= 0) return false;
+    int context = context_tiles(p, w.g);
+    while (w.at >= context + w.tails) w.at -= context + w.tails, context = context_tiles(p, ++w.g);
+    s = Stretch{w.g, -1, w.at, context};
+    if (w.at >= context) {
+        s.x = w.first, s.tile = w.at - context;
+        while (s.tile >= tail_tiles(p, s.x)) s.tile -= tail_tiles(p, s.x++);
+        s.end = tail_tiles(p, s.x);
+    }
+    s.end = least(s.end, s.tile + w.left);
+    w.at += s.end - s.tile;
+    w.left -= s.end - s.tile;
+    return true;
+}
+
+/* Every second chunk of a row into row r of a tile, as T; from NULL: zeros. */
+template <class T, int D, int ROWS>
+DKV__DEVICE void gather_row(char *to, int r, int half, const char *from, const dkv_tensor &t, bool vector, int d) {
+#pragma unroll 4
+    for (int c = half; c < D / 8; c += 2) {
+        const uint32_t dst = tile_offset<128, ROWS>(r, c);
+        const bool     real = from && c * 8 < d;
+        if (vector && t.type == Name<T>::type) {
+            copy16(shared_address(to) + dst, real ? from + c * 16 : (const char *)t.data, real);
+        } else {
+            float x[8];
+            for (int u = 0; u < 8; u++)
+                x[u] = real ? element_called(from + (c * 8 + u) * t.stride_dim, t.type) : 0.0f;
+            *(uint4 *)(to + dst) =
+                uint4{pair_of<T>(x[0], x[1]), pair_of<T>(x[2], x[3]), pair_of<T>(x[4], x[5]), pair_of<T>(x[6], x[7])};
+        }
+    }
+}
+
+/* Queries of the block's rows under KV head g; the keys of half of the rows' sources. By threads that compute. */
+template <class T, int D, int M>
+DKV__DEVICE void gather_queries(const Probe &p, const RowBlock &b, int g, char *to, int threads) {
+    for (int row = threadIdx.x / 2; row < round_up(b.rows, 64); row += threads / 2) {
+        const Asked      who = asked(p, b, row);
+        const Attention &a = p.questions[who.x];
+        gather_row<T, D, M>(to, row, threadIdx.x & 1, row < b.rows ? at(a.q, who.i, head_of(p, b, g, row)) : NULL, a.q,
+                            a.q_vector, p.d);
+    }
+}
+template <class T, int D, int HALF>
+DKV__DEVICE void gather_sources(const Probe &p, const RowBlock &b, int g, int half, char *to, int threads) {
+    const Attention  &a = *p.questions;
+    const dkv_tensor &k = a.source[CONTEXT_K];
+    for (int row = threadIdx.x / 2; row < least(HALF, b.rows - half * HALF); row += threads / 2) {
+        const int64_t source = asked(p, b, half * HALF + row).source + (a.packed ? p.heads[g].base : 0);
+        gather_row<T, D, TILE>(to, row, threadIdx.x & 1, at(k, source, a.packed ? 0 : g), k, a.vector[CONTEXT_K], p.d);
+    }
+}
+
+/* Lends a stage for every half of the rows where a head begins, and fills the others; by one warp. */
+template <int D>
+DKV__DEVICE void feed(const Probe &p, bool acquire, ProbeWalk walk, int halves, char *ring, uint64_t *full,
+                      uint64_t *empty) {
+    const int lane = threadIdx.x & 31;
+    uint64_t  policy = 0;
+    Piece     piece = {};
+    Stretch   y;
+    Turn      turn = {0, p.stages, 0};
+#if __CUDA_ARCH__ >= 900
+    policy = p.blocks == 1 ? policy_evict_first() : policy_evict_normal();
+#endif
+    for (int g = -1; probe_next(walk, y, p); g = y.g) {
+        const Attention &a = p.questions[most(y.x, 0)];
+        const int        which = y.x < 0 ? CONTEXT_K : TAIL_K;
+        for (int i = 0; y.g != g && i < halves; i++, turn.next()) {
+            bar_wait(empty + turn.stage, turn.phase ^ 1);
+            if (lane == 0 || !p.tma) bar_arrive(full + turn.stage);
+        }
+        piece.a = &a;
+        piece.g = y.g;
+        piece.rows = p.heads[y.g].rows;
+        piece.base = p.heads[y.g].base;
+        piece.length = a.tail;
+#if __CUDA_ARCH__ >= 900
+        if (acquire) tma_acquire(&a.map[which]);
+#endif
+        for (int tile = y.tile; tile < y.end; tile++, turn.next()) {
+            bar_wait(empty + turn.stage, turn.phase ^ 1);
+            load_tile<2, D, TILE>(piece, which, (int64_t)tile * TILE, ring + turn.stage * TILE * D * 2,
+                                  full + turn.stage, p.tma, policy);
+        }
+    }
+}
+
+/* The next float down, so that x < s is x <= below(s), also for a NaN of either. Below -infinity is NaN. */
+DKV__DEVICE float below(float s) {
+    const uint32_t bits = __float_as_uint(s);
+    return s == 0.0f ? -1.4e-45f : s != s ? s : __uint_as_float(s > 0.0f ? bits - 1 : bits + 1);
+}
+
+/* 1 if not x <= y: a NaN never makes a hit. Compares and integer sums share a pipe of half the rate, so floats add. */
+DKV__DEVICE float beyond(float x, float y) {
+    float one;
+    asm("set.gtu.f32.f32 %0, %1, %2;" : "=f"(one) : "f"(x), "f"(y));
+    return one;
+}
+
+/* Two rows' keys, of 8 N, that come before their sources. sees: keys that the rows see; ties: those that win a tie. */
+template <int N>
+DKV__DEVICE void count_keys(int (&count)[2], const float (&s)[N][4], const float (&own)[2], const float (&less)[2],
+                            const int (&sees)[2], const int (&ties)[2]) {
+    const int  t = (threadIdx.x & 3) * 2;
+    const bool mixed = sees[0] < 8 * N || sees[1] < 8 * N || (ties[0] > 0 && ties[0] < 8 * N) ||
+                       (ties[1] > 0 && ties[1] < 8 * N);
+    if (__builtin_expect(mixed, 0)) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+#pragma unroll
+            for (int u = 0; u < 4; u++) {
+                const int i = u >> 1, key = 8 * n + t + (u & 1);
+                count[i] += key < sees[i] && !(s[n][u] <= (key < ties[i] ? less[i] : own[i]));
+            }
+        }
+    } else {
+        const float cut[2] = {ties[0] > 0 ? less[0] : own[0], ties[1] > 0 ? less[1] : own[1]};
+        float       part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+#pragma unroll
+            for (int u = 0; u < 4; u++) part[u] += beyond(s[n][u], cut[u >> 1]);
+        }
+        count[0] += (int)(part[0] + part[1]);
+        count[1] += (int)(part[2] + part[3]);
+    }
+}
+
+template <class T, int D, bool WGMMA>
+__global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const __grid_constant__ Probe given,
+                                                                                const __grid_constant__ Parcel parcel) {
+#if !__CUDA_ARCH_FEAT_SM90_ALL
+    if (WGMMA) return; /* what follows is left out */
+#endif
+    typedef ProbeShape<D, WGMMA> S;
+    constexpr int                M = S::M, HALF = S::HALF, SLOTS = S::SLOTS, N = S::KEYS / 8;
+    Probe                        p = given;
+    extern __shared__ __align__(1024) char shared[];
+    char      *q = shared, *ring = q + S::Q;
+    uint64_t  *full = (uint64_t *)(ring + p.stages * S::STAGE), *empty = full + S::MOST_STAGES;
+    const int  warp = __shfl_sync(~0u, threadIdx.x / 32, 0); /* so that the compiler knows it for one in all lanes */
+    const int  lane = threadIdx.x & 31, from = (int)(blockIdx.x % p.blocks) * M;
+    const RowBlock b = {from, least(p.n * p.G - from, M)};
+    const int  halves = (b.rows + HALF - 1) / HALF, groups = b.rows > 64 ? S::GROUPS : 1; /* warpgroups with rows */
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < p.stages; i++) bar_init(full + i, p.tma ? 1 : 32), bar_init(empty + i, 4 * groups);
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+    __syncthreads();
+    if (given.questions) let_next_start(); /* the block is there */
+    p.look_at(given.questions ? (const void *)given.questions : parcel.bytes);
+    ProbeWalk walk = probe_walk(p, b);
+    Stretch   y;
+    Turn      turn = {0, p.stages, 0};
+    int       g = -1;
+
+    if (warp >= S::CONSUMING / 32) {
+#if __CUDA_ARCH_FEAT_SM90_ALL /* a launch has 168 each: what the others take, twice, must be left */
+        if constexpr (WGMMA) asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+#endif
+        if (warp == S::CONSUMING / 32) feed<D>(p, p.tma && given.questions, walk, halves, ring, full, empty);
+        return;
+    }
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (WGMMA) asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+#endif
+    if (warp / 4 >= groups) return;
+
+    /* Rows of slot j: 64 from row first[j] on; with one group of rows, both slots are the same. */
+    const int  own = warp / 4, threads = 128 * groups;
+    const bool two = own * 64 + HALF < b.rows;
+    const int  first[2] = {own * 64, two ? own * 64 + HALF : own * 64}, r = warp % 4 * 16 + lane / 4;
+    float      s[SLOTS][N][4], logit[2][2], less[2][2]; /* of the sources, and the next float below */
+    int        count[2][2], sees[2][2], ties[2][2];
+    bool       begins = false; /* this CTA counts the head's first tile */
+    auto       release = [&](int stage) {
+        __syncwarp();
+        if (lane == 0) bar_arrive(empty + stage);
+    };
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    const uint64_t q_first = descriptor(shared_address(q) + first[0] * 128, 1); /* offsets are added: it takes time */
+    const uint64_t q_second = descriptor(shared_address(q) + first[1] * 128, 1);
+    const uint64_t k_ring = descriptor(shared_address(ring), 1);
+#endif
+    auto multiply = [&](float (&x)[N][4], int j, int stage, int key) { /* rows of slot j */
+        if constexpr (WGMMA) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+            const uint64_t q_at = j ? q_second : q_first, k_at = k_ring + (uint32_t)(stage * (S::STAGE >> 4));
+            wgmma_fence();
+#pragma unroll
+            for (int c = 0; c < D / 16; c++)
+                wgmma_scores<T>(x, q_at + (c / 4 * M * 8 + c % 4 * 2), k_at + (c / 4 * TILE * 8 + c % 4 * 2), c > 0);
+            wgmma_commit();
+#endif
+        } else {
+#pragma unroll
+            for (int n = 0; n < N; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0.0f;
+            scores16<T, D, M, N, 128>(x, q, first[j] + warp % 4 * 16, ring + stage * S::STAGE, key);
+        }
+    };
+    auto finish = [&] { /* ranks of head g */
+        let_next_start(); /* until here they need not have been made */
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int total = count[j][i] + (two ? 0 : count[1][i]), row = first[j] + r + 8 * i;
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                if ((lane & 3) || row >= b.rows || (j && !two)) continue;
+                const Asked   who = asked(p, b, row);
+                const int64_t query = p.questions[who.x].first_row + who.i;
+                atomicAdd((unsigned long long *)p.rank + query * p.H + head_of(p, b, g, row),
+                          (unsigned long long)(total + begins));
+            }
+        }
+    };
+    auto begin = [&] { /* head g: its queries, and the logits of their sources */
+        named_sync(1, threads); /* q is read no more */
+        gather_queries<T, D, M>(p, b, g, q, threads);
+        for (int half = 0; half < halves; half++, turn.next()) {
+            bar_wait(full + turn.stage, turn.phase);
+            gather_sources<T, D, HALF>(p, b, g, half, ring + turn.stage * S::STAGE, threads);
+            asm volatile("cp.async.wait_all;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+            fence_async();
+#endif
+            named_sync(1, threads);
+            if (half == 0 || two) {
+                float own_s[2] = {0.0f, 0.0f};
+                const int key = own * 64 / S::KEYS * S::KEYS; /* the rows' own columns are among those from key on */
+                multiply(s[0], half, turn.stage, key);
+#if __CUDA_ARCH_FEAT_SM90_ALL
+                if constexpr (WGMMA) wgmma_wait<0>(), settle(s[0]);
+#endif
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        if (8 * n == own * 64 - key + warp % 4 * 16 + 8 * i)
+                            own_s[i] = lane >> 2 & 1 ? s[0][n][2 * i + 1] : s[0][n][2 * i];
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    logit[1][i] = __shfl_sync(~0u, own_s[i], (lane & ~3) | lane >> 3);
+                    less[1][i] = below(logit[1][i]);
+                    if (half == 0) logit[0][i] = logit[1][i], less[0][i] = less[1][i];
+                }
+            }
+            release(turn.stage);
+        }
+        count[0][0] = count[0][1] = count[1][0] = count[1][1] = 0;
+        begins = false;
+    };
+    auto look = [&] { /* what the rows see of a stretch */
+        const Attention &a = p.questions[most(y.x, 0)];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const Asked who = asked(p, b, first[j] + r + 8 * i);
+                sees[j][i] = (int)(y.x < 0 ? p.heads[g].rows : who.x == y.x ? visible(a.tail, a.N_q, who.i) : 0);
+                ties[j][i] = y.x < 0 ? (int)who.source : 0;
+            }
+        }
+        begins |= y.x < 0 && y.tile == 0;
+    };
+    auto score = [&](const float (&x)[N][4], int j, int at) {
+        const int see[2] = {sees[j][0] - at, sees[j][1] - at};
+        const int tie[2] = {ties[j][0] - at, ties[j][1] - at};
+        count_keys<N>(count[j], x, logit[j], less[j], see, tie);
+    };
+
+    while (probe_next(walk, y, p)) {
+        if (y.g != g) {
+            if (g >= 0) finish();
+            g = y.g;
+            begin();
+        }
+        look();
+        if constexpr (WGMMA) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+            /* jobs: a tile's two groups of rows one after the other, or tiles one after another, in turns of slots */
+            const int jobs = (y.end - y.tile) << two;
+            Turn      ahead = turn;
+            auto      start = [&](int j) {
+                if (!two || j == 0) bar_wait(full + ahead.stage, ahead.phase);
+                multiply(s[j], j, ahead.stage, 0);
+                if (!two || j == 1) ahead.next();
+            };
+            auto end = [&](int j, int i) {
+                settle(s[j]);
+                if (!two || j == 1) release(turn.stage), turn.next();
+                score(s[j], j, (y.tile + (i >> two)) * TILE);
+            };
+            int i = 0;
+            start(0);
+            for (; i + 2 < jobs; i += 2) {
+                start(1);
+                wgmma_wait<1>();
+                end(0, i);
+                start(0);
+                wgmma_wait<1>();
+                end(1, i + 1);
+            }
+            if (i + 1 < jobs) {
+                start(1);
+                wgmma_wait<1>();
+                end(0, i++);
+                wgmma_wait<0>();
+                end(1, i);
+            } else {
+                wgmma_wait<0>();
+                end(0, i);
+            }
+#endif
+        } else {
+            for (int tile = y.tile; tile < y.end; tile++, turn.next()) {
+                bar_wait(full + turn.stage, turn.phase);
+                for (int key = 0; key < TILE; key += S::KEYS) {
+                    multiply(s[0], 0, turn.stage, key);
+                    if (key + S::KEYS == TILE) release(turn.stage);
+                    score(s[0], 0, tile * TILE + key);
+                }
+            }
+        }
+    }
+    if (g >= 0) finish();
+}
+
+__global__ void no_ranks(int64_t *rank, int64_t n) {
+    let_next_start();
+    for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (int64_t)gridDim.x * 256) rank[i] = -1;
+}
+
+/* ---- launcher ---- */
+
+/* The same attention with values that nobody reads. */
+dkv_attention keys_only(const dkv_attention &a) {
+    dkv_attention keys = a;
+    keys.d_v = a.context.packed ? a.context.packed->d_v : a.d_k;
+    keys.context.v = a.context.k;
+    keys.tail.v = a.tail.k;
+    keys.out = a.q;
+    keys.lse = NULL;
+    keys.softcap = 0.0f;
+    return keys;
+}
+
+bool same_context(const dkv_attention &a, const dkv_attention &b) {
+    const dkv_tensor &x = a.context.k, &y = b.context.k;
+    if (a.H != b.H || a.Hkv != b.Hkv || a.d_k != b.d_k || a.context.packed != b.context.packed) return false;
+    return a.context.packed || (a.context.n == b.context.n && x.data == y.data && x.type == y.type &&
+           x.stride_token == y.stride_token && x.stride_head == y.stride_head && x.stride_dim == y.stride_dim);
+}
+
+/* Of all: queries; context rows that every head has; keys of a head, at most, with every tail. */
+struct Questions { Batch b; int64_t queries, rows, keys; };
+
+dkv_result questions_read(Questions *out, const dkv_attention *a, int64_t n, const Device &dev) {
+    int64_t longest = 0;
+    *out = Questions{{DKV_F32, 0, 64, 0, dev.arch >= 90, 0, 0, 0, 0}, 0, INT64_MAX, 0};
+    for (int64_t i = 0; i < n; i++) {
+        dkv_result r = check_attention(&out->b, keys_only(a[i]));
+        if (r) return r;
+        if (type_bytes(out->b.type) != 2) return DKV_ERR_TYPE;
+        if (!same_context(a[0], a[i])) return DKV_ERR_SHAPE;
+        out->queries += a[i].N_q;
+        out->keys += a[i].tail.n + TILE;
+    }
+    for (int g = 0; g < (n ? a->Hkv : 0); g++) {
+        const int64_t rows = a->context.packed ? a->context.packed->rows[g] : a->context.n;
+        out->rows = least(out->rows, rows);
+        longest = most(longest, rows);
+    }
+    out->keys += longest;
+    if (n && (out->queries * a->H > 1 << 30 || out->keys > INT32_MAX || out->keys * a->Hkv / TILE > INT32_MAX))
+        return DKV_ERR_SHAPE;
+    return DKV_OK;
+}
+
+int64_t score_bytes(const dkv_attention *a, int64_t n, int64_t queries) {
+    return n * (int64_t)sizeof(Attention) + (n ? a->Hkv : 0) * (int64_t)sizeof(Head) + queries * (int64_t)sizeof(Asked);
+}
+
+template <class T, int D, bool WGMMA>
+dkv_result launch_probe(Probe p, const Parcel &parcel, const Device &dev, int64_t keys, cudaStream_t stream) {
+    typedef ProbeShape<D, WGMMA> S;
+    dkv_cuda_work                k = {};
+    int64_t                      best = INT64_MAX, groups = 1, tiles = ceil_div(keys * p.Hkv, TILE);
+    p.blocks = (int)ceil_div((int64_t)p.n * p.G, S::M);
+    p.stages = least((int)S::MOST_STAGES, (dev.shared - S::Q - 256) / S::STAGE);
+    if (p.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
+    for (int64_t i = 1; i <= dev.sms; i++) { /* rounds of CTAs times what one does, of which beginning is 4 tiles */
+        int64_t time = ceil_div(i * p.blocks, dev.sms) * (ceil_div(tiles, i) + 4);
+        if (time < best) best = time, groups = i;
+    }
+    k.overlap = dev.arch >= 90;
+    return launch(probe<T, D, WGMMA>, dim3((unsigned)(groups * p.blocks)), S::THREADS,
+                  p.stages * S::STAGE + S::Q + 256, k, stream, p, parcel);
+}
+
+template <class T>
+dkv_result launch_probe_d(const Probe &p, const Parcel &parcel, const Device &dev, int64_t keys, cudaStream_t stream) {
+    auto launch = p.d > 128 ? launch_probe<T, 256, false> : p.d > 64 ? launch_probe<T, 128, false>
+                                                                     : launch_probe<T, 64, false>;
+    if (dev.arch == 90 && p.tma && p.d <= 64) launch = launch_probe<T, 64, true>;
+    else if (dev.arch == 90 && p.tma && p.d <= 128) launch = launch_probe<T, 128, true>;
+    return launch(p, parcel, dev, keys, stream);
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_score_size(size_t *ws_bytes, const dkv_attention *a, int64_t n) {
+    Device     dev;
+    Questions  q;
+    dkv_result r = device_read(&dev);
+    if (!r) r = questions_read(&q, a, n, dev);
+    if (!r) *ws_bytes = (size_t)score_bytes(a, n, q.queries);
+    return r;
+}
+
+extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int64_t n, const int64_t *source, void *ws,
+                                     size_t ws_bytes, void *stream) {
+    Device     dev;
+    Questions  q;
+    Post       post;
+    Attention  x;
+    Probe      p = {};
+    dkv_result r = device_read(&dev);
+    if (!r) r = questions_read(&q, a, n, dev);
+    for (int64_t i = 0; i < n && !r; i++) r = describe(&x, keys_only(a[i]), q.b, NULL); /* before any write */
+    if (r) return r;
+    if (ws_bytes < (size_t)score_bytes(a, n, q.queries)) return DKV_ERR_CAPACITY;
+    if ((uintptr_t)ws % 128) return DKV_ERR_ALIGN;
+    for (int64_t i = 0; i < q.queries; i++) {
+        if (source[i] < -1 || source[i] >= q.rows) return DKV_ERR_SHAPE;
+        p.n += source[i] >= 0;
+    }
+    if (!q.queries) return DKV_OK;
+    const int64_t ranks = q.queries * a->H, bytes = score_bytes(a, n, p.n);
+    const bool    small = bytes < (int64_t)sizeof post.parcel; /* goes with the launch */
+    post.dst = (unsigned char *)ws;
+    post.stream = (cudaStream_t)stream;
+    post.used = 0;
+    int64_t first = 0;
+    for (int64_t i = 0; i < n; i++) {
+        describe(&x, keys_only(a[i]), q.b, NULL);
+        x.first_row = (int32_t)first;
+        first += a[i].N_q;
+        post.put(&x, sizeof x);
+    }
+    first = 0;
+    for (int g = 0; g < a->Hkv; g++) {
+        Head h = {a->context.packed ? a->context.packed->rows[g] : a->context.n, first};
+        first += round_up(h.rows, TILE);
+        post.put(&h, sizeof h);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t j = 0; j < a[i].N_q; j++, source++) {
+            Asked y = {(int32_t)i, (int32_t)j, *source};
+            if (*source >= 0) post.put(&y, sizeof y);
+        }
+    }
+    if (!small) post.flush();
+    no_ranks<<<(unsigned)least(ceil_div(ranks, 256), (int64_t)dev.sms), 256, 0, (cudaStream_t)stream>>>(rank, ranks);
+    if (!p.n) return launched();
+    p.questions = small ? NULL : (const Attention *)ws;
+    p.n_questions = (int32_t)n;
+    p.rank = rank;
+    p.H = a->H;
+    p.Hkv = a->Hkv;
+    p.G = a->H / a->Hkv;
+    p.d = a->d_k;
+    p.tma = q.b.tma;
+    r = launched();
+    if (r) return r;
+    return (q.b.type == DKV_BF16 ? launch_probe_d<__nv_bfloat16> : launch_probe_d<__half>)(
+        p, post.parcel, dev, q.keys, (cudaStream_t)stream);
+}
+
+/* ==========================================================================
+   [GATES]  Hard Concrete gates: draws, unions, penalties, AdamW, Top-K
+   in:  logits, counters of the noise, gradients by ln u
+   out: the CPU's bits: the arithmetic is the header's, what else feeds a sum is rounded by itself, and sums over
+        gates are taken in one order whatever the device
+   ========================================================================== */
+
+namespace {
+
+/* ---- draws and unions ------------------------------------------------------------------------------------------
+
+   math    z of every gate of a cell (layer, KV head, bin), u = 1 - prod(1 - z), ln u; backward du/dz by products of
+           the gates before and after
+   shapes  ln u [contexts][L][Hkv][D], a [L][Hkv][gates of a cell][D]
+   CTA     128 cells; forward of one context; backward 8 gates of each, contexts one after another
+   why     noise is drawn again in backward, not kept: 254 contexts of the 8B shape at 128K (1,037,312 gates) take 2.8
+           ms forward and 3.4 ms backward on an H200, z and dz alone would be 2 GB
+   limits  2^31 - 1 gates; groups above 8 draw their other gates once more for every 8                             */
+
+struct Gates { uint32_t cells, D, G; }; /* G: gates of a cell, D apart */
+DKV__DEVICE uint32_t first_gate(const Gates &g, uint32_t cell) { return cell + cell / g.D * (g.G - 1) * g.D; }
+
+constexpr int OWN = 8, CELLS = 128; /* gates of a cell that a thread keeps; cells of a CTA */
+
+__global__ void __launch_bounds__(CELLS) gates_union(float *u, float *ln_u, Gates g, const float *a, dkv_draw draw,
+                                                     int64_t n) {
+    const uint32_t cell = blockIdx.x * CELLS + threadIdx.x;
+    if (cell >= g.cells) return;
+    for (int64_t i = blockIdx.y; i < n; i += gridDim.y) {
+        float    x = 0.0f, slope;
+        uint32_t gate = first_gate(g, cell);
+        for (uint32_t k = 0; k < g.G; k++, gate += g.D) {
+            float noise = dkv__gate_noise(draw.seed, draw.step, draw.context + (uint32_t)i, gate);
+            x = dkv__gate_union(x, dkv__gate_z(a[gate], noise, &slope));
+        }
+        if (u) u[i * g.cells + cell] = x;
+        if (ln_u) ln_u[i * g.cells + cell] = x < DKV__GATE_OPEN ? -INFINITY : dkv__gate_log(x);
+    }
+}
+
+/* What a thread knows of its gates k0 .. k0 + 7 of a cell. In shared memory, for registers want unrolled loops and
+   eight copies of the draw. */
+struct Own { /* rest: the product of 1 - x over the others */
+    float x[OWN][CELLS], slope[OWN][CELLS], rest[OWN][CELLS], sum[OWN][CELLS];
+};
+
+/* draw(k, &slope) gives gate k's x, z or p. Fills x, slope and rest; returns the union. */
+template <class F> DKV__DEVICE float draw_cell(Own &own, uint32_t k0, uint32_t G, const F &draw) {
+    float u = 0.0f, before = 1.0f, after = 1.0f, slope;
+    for (uint32_t k = 0; k < G; k++) {
+        const float x = draw(k, &slope);
+        if (k - k0 < OWN) {
+            own.x[k - k0][threadIdx.x] = x;
+            own.slope[k - k0][threadIdx.x] = slope;
+            own.rest[k - k0][threadIdx.x] = before;
+        }
+        u = dkv__gate_union(u, x);
+        before *= 1.0f - x;
+    }
+    for (uint32_t k = G; k-- > k0;) {
+        const float x = k - k0 < OWN ? own.x[k - k0][threadIdx.x] : draw(k, &slope);
+        if (k - k0 < OWN) own.rest[k - k0][threadIdx.x] *= after;
+        after *= 1.0f - x;
+    }
+    return u;
+}
+
+__global__ void __launch_bounds__(CELLS) gates_union_backward(float *da, Gates g, const float *a, dkv_draw draw,
+                                                              int64_t n, const float *d_ln_u) {
+    __shared__ Own own;
+    const uint32_t cell = blockIdx.x * CELLS + threadIdx.x;
+    const uint32_t k0 = blockIdx.y * OWN, mine = least(g.G - k0, (uint32_t)OWN);
+    if (cell >= g.cells) return;
+    const uint32_t first = first_gate(g, cell);
+    float         *to = da + first + k0 * g.D;
+    for (uint32_t j = 0; j < mine; j++) own.sum[j][threadIdx.x] = to[j * g.D];
+    for (int64_t i = 0; i < n; i++) {
+        const float u = draw_cell(own, k0, g.G, [&](uint32_t k, float *dz) {
+            const uint32_t gate = first + k * g.D;
+            return dkv__gate_z(a[gate], dkv__gate_noise(draw.seed, draw.step, draw.context + (uint32_t)i, gate), dz);
+        });
+        if (u < DKV__GATE_OPEN) continue;
+        const float du = d_ln_u[i * g.cells + cell] / u;
+        for (uint32_t j = 0; j < mine; j++) {
+            float &sum = own.sum[j][threadIdx.x];
+            sum = __fadd_rn(sum, du * own.rest[j][threadIdx.x] * own.slope[j][threadIdx.x]);
+        }
+    }
+    for (uint32_t j = 0; j < mine; j++) to[j * g.D] = own.sum[j][threadIdx.x];
+}
+
+/* ---- sums over all gates: a fixed grid, each CTA's partial in its place ---- */
+
+constexpr int PARTS = 512, THREADS = 256; /* CTAs of such a grid, also for ranking; their threads, where not CELLS */
+
+/* Of all threads' x, to all of them. */
+template <class T> DKV__DEVICE T sum_of_threads(T x) {
+    __shared__ T warps[32];
+    for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(~0u, x, i);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0;
+    for (uint32_t i = 0; i < blockDim.x / 32; i++) x += warps[i];
+    __syncthreads();
+    return x;
+}
+template <class T> DKV__DEVICE T sum_of_parts(const T *parts, uint32_t n) {
+    T x = 0;
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) x += parts[i];
+    return sum_of_threads(x);
+}
+
+__global__ void finish_mean(double *mean, const double *parts, double count) {
+    const double sum = sum_of_parts(parts, PARTS);
+    if (threadIdx.x == 0) *mean = sum / count;
+}
+
+/* Eight gates of a cell at a time, in turns; physical sums count a cell by its first eight. */
+__global__ void __launch_bounds__(CELLS) gates_penalty(double *parts, float *da, Gates g, const float *a, int logical,
+                                                       double weight) {
+    __shared__ Own own;
+    const uint64_t rows = (g.G + OWN - 1) / OWN, units = rows * ceil_div(g.cells, CELLS);
+    double         sum = 0.0;
+    for (uint64_t unit = blockIdx.x; unit < units; unit += PARTS) {
+        const uint32_t cell = (uint32_t)(unit / rows) * CELLS + threadIdx.x, k0 = (uint32_t)(unit % rows) * OWN;
+        if (cell >= g.cells) continue;
+        const uint32_t first = first_gate(g, cell), mine = least(g.G - k0, (uint32_t)OWN);
+        const float    u = draw_cell(own, k0, g.G,
+                                     [&](uint32_t k, float *slope) { return dkv__gate_p(a[first + k * g.D], slope); });
+        if (!logical && k0 == 0) sum += (double)u;
+        for (uint32_t j = 0; j < mine; j++) {
+            if (logical) sum += (double)own.x[j][threadIdx.x];
+            double to = (double)own.slope[j][threadIdx.x] * (logical ? 1.0 : (double)own.rest[j][threadIdx.x]);
+            const uint32_t gate = first + (k0 + j) * g.D;
+            if (da) da[gate] = __fadd_rn(da[gate], (float)__dmul_rn(weight, to));
+        }
+    }
+    sum = sum_of_threads(sum);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+/* ---- optimizer ---- */
+
+__global__ void __launch_bounds__(THREADS) sum_squares(double *parts, const float *x, int64_t n) {
+    double sum = 0.0;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += PARTS * THREADS)
+        sum += (double)x[i] * (double)x[i];
+    sum = sum_of_threads(sum);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(THREADS) gates_clip(double *norm, float *x, int64_t n, const double *parts) {
+    const double all = sqrt(sum_of_parts(parts, PARTS)), over = all + 1e-6;
+    if (norm && blockIdx.x == 0 && threadIdx.x == 0) *norm = all;
+    if (over <= 1.0) return;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += PARTS * THREADS)
+        x[i] = (float)((double)x[i] / over);
+}
+
+__global__ void __launch_bounds__(THREADS) gates_adamw(float *a, float *m, float *v, const float *da, int64_t n,
+                                                       double bias1, double bias2, double rate) {
+    const double b1 = 0.9, b2 = 0.999;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += PARTS * THREADS) {
+        const double x = (double)da[i];
+        m[i] = (float)__dadd_rn(__dmul_rn(b1, (double)m[i]), __dmul_rn(1.0 - b1, x));
+        v[i] = (float)__dadd_rn(__dmul_rn(b2, (double)v[i]), __dmul_rn(__dmul_rn(1.0 - b2, x), x));
+        const double root = sqrt((double)v[i] / bias2) + 1e-8;
+        a[i] = (float)__dsub_rn((double)a[i], __dmul_rn(rate, (double)m[i] / bias1) / root);
+    }
+}
+
+/* ---- exact Top-K -----------------------------------------------------------------------------------------------
+
+   math    keys are floats as unsigned integers in their order; the K-th is found byte by byte from four histograms,
+           then ties are taken in the order of their index
+   CTA     the same stretch of keys in all of six launches; histograms in shared memory, added up as integers
+   why     a million keys are in L2 after the first reading: 44 us, mostly launches
+   limits  2^31 - 1 keys                                                                                           */
+
+struct Ranking { /* keys: of gates, or of cells by their best gate; by p instead of a */
+    Gates        g;
+    const float *a;
+    uint32_t     n, K, chunk; /* keys, those wanted, a CTA's */
+    int          cells, by_p;
+    uint32_t    *bins, *ties; /* [4][256], zero before; [PARTS] keys of a CTA that equal the K-th */
+};
+
+DKV__DEVICE uint32_t rank_key(const Ranking &r, uint32_t i) { /* as dkv__rank_key */
+    const float *first = r.a + (r.cells ? first_gate(r.g, i) : i);
+    float        slope, x = first[0];
+    for (uint32_t k = 1; r.cells && k < r.g.G; k++) x = first[k * r.g.D] > x ? first[k * r.g.D] : x;
+    if (r.by_p) x = dkv__gate_p(x, &slope);
+    const uint32_t bits = __float_as_uint(x + 0.0f); /* -0 counts as 0 */
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/* The K-th key as far as `passes` bytes; ties: how many of those that begin with it are among the K. */
+struct Cut { uint32_t key, ties; };
+DKV__DEVICE Cut rank_cut(const Ranking &r, int passes) {
+    __shared__ Cut cut;
+    if (threadIdx.x < 32) {
+        const int lane = (int)threadIdx.x;
+        Cut       c = {0, r.K};
+        for (int pass = 0; pass < passes; pass++) {
+            const uint32_t *top = r.bins + 256 * pass + 255 - 8 * lane; /* a lane has eight bins, lane 0 the highest */
+            uint32_t        own = 0, byte = 255u - 8u * (uint32_t)lane;
+            for (int j = 0; j < 8; j++) own += top[-j];
+            uint32_t upto = own;
+            for (int j = 1; j < 32; j <<= 1) {
+                uint32_t y = __shfl_up_sync(~0u, upto, j);
+                upto += lane >= j ? y : 0;
+            }
+            const int at = __ffs((int)__ballot_sync(~0u, upto >= c.ties)) - 1;
+            uint32_t  left = c.ties - (upto - own);
+            for (; lane == at && left > *top; top--, byte--) left -= *top;
+            c.ties = __shfl_sync(~0u, left, at);
+            c.key |= __shfl_sync(~0u, byte, at) << (24 - 8 * pass);
+        }
+        if (lane == 0) cut = c;
+    }
+    __syncthreads();
+    return cut;
+}
+
+__global__ void __launch_bounds__(THREADS) rank_bins(Ranking r, int pass) {
+    __shared__ uint32_t bins[256];
+    const uint32_t      known = pass ? ~0u << (32 - 8 * pass) : 0, begin = blockIdx.x * r.chunk;
+    const Cut           cut = rank_cut(r, pass);
+    bins[threadIdx.x] = 0;
+    __syncthreads();
+    for (uint32_t i = begin + threadIdx.x; i < least(begin + r.chunk, r.n); i += THREADS) {
+        uint32_t key = rank_key(r, i);
+        if ((key & known) == cut.key) atomicAdd(&bins[key >> (24 - 8 * pass) & 255u], 1u);
+    }
+    __syncthreads();
+    if (bins[threadIdx.x]) atomicAdd(r.bins + 256 * pass + threadIdx.x, bins[threadIdx.x]);
+}
+
+__global__ void __launch_bounds__(THREADS) rank_ties(Ranking r) {
+    const Cut      cut = rank_cut(r, 4);
+    const uint32_t begin = blockIdx.x * r.chunk;
+    uint32_t       n = 0;
+    for (uint32_t i = begin; i < least(begin + r.chunk, r.n); i += THREADS)
+        n += (uint32_t)__syncthreads_count(i + threadIdx.x < r.n && rank_key(r, i + threadIdx.x) == cut.key);
+    if (threadIdx.x == 0) r.ties[blockIdx.x] = n;
+}
+
+__global__ void __launch_bounds__(THREADS) rank_write(Ranking r, unsigned char *M, uint32_t copies) {
+    __shared__ uint32_t warps[THREADS / 32];
+    const Cut           cut = rank_cut(r, 4);
+    const uint32_t      begin = blockIdx.x * r.chunk, warp = threadIdx.x / 32, below = (1u << threadIdx.x % 32) - 1u;
+    uint32_t            before = sum_of_parts(r.ties, blockIdx.x); /* ties of lower index */
+    for (uint32_t i0 = begin; i0 < least(begin + r.chunk, r.n); i0 += THREADS) {
+        const uint32_t i = i0 + threadIdx.x, key = i < r.n ? rank_key(r, i) : 0;
+        const uint32_t ties = __ballot_sync(~0u, i < r.n && key == cut.key);
+        if (threadIdx.x % 32 == 0) warps[warp] = (uint32_t)__popc(ties);
+        __syncthreads();
+        uint32_t own = before + (uint32_t)__popc(ties & below);
+        for (uint32_t j = 0; j < THREADS / 32; j++) {
+            own += j < warp ? warps[j] : 0;
+            before += warps[j];
+        }
+        __syncthreads();
+        const unsigned char in = key > cut.key || (key == cut.key && own < cut.ties);
+        for (uint32_t h = 0; i < r.n && h < copies; h++) M[(i / r.g.D * copies + h) * r.g.D + i % r.g.D] = in;
+    }
+}
+
+__global__ void __launch_bounds__(CELLS) gates_or(unsigned char *open, Gates g, const unsigned char *M) {
+    const uint32_t cell = blockIdx.x * CELLS + threadIdx.x;
+    if (cell >= g.cells) return;
+    unsigned char any = 0;
+    for (uint32_t k = 0; k < g.G; k++) any |= M[first_gate(g, cell) + k * g.D];
+    open[cell] = any;
+}
+
+/* ---- launchers ---- */
+
+/* G: gates of a cell, one if tied; or bits of M. */
+dkv_result gates_read(Gates *out, const dkv_gates *g, bool bits) {
+    dkv_result r = dkv_gates_check(g);
+    if (r) return r;
+    const int64_t cells = (int64_t)g->L * g->Hkv * g->D, all = (int64_t)g->L * g->H * g->D;
+    if (all > INT32_MAX) return DKV_ERR_SHAPE;
+    *out = Gates{(uint32_t)cells, (uint32_t)g->D, g->tied && !bits ? 1u : (uint32_t)(g->H / g->Hkv)};
+    return DKV_OK;
+}
+unsigned grid_of(const Gates &g) { return (unsigned)ceil_div(g.cells, CELLS); }
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_gates_union(float *u, float *ln_u, const dkv_gates *g, const float *a, dkv_draw draw,
+                                           int64_t n, void *stream) {
+    Gates      x;
+    dkv_result r = gates_read(&x, g, false);
+    if (r) return r;
+    if (n < 0 || n > UINT32_MAX) return DKV_ERR_SHAPE;
+    if (n == 0) return DKV_OK;
+    const dim3 grid(grid_of(x), (unsigned)least(n, (int64_t)65535));
+    gates_union<<<grid, CELLS, 0, (cudaStream_t)stream>>>(u, ln_u, x, a, draw, n);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_union_backward(float *da, const dkv_gates *g, const float *a, dkv_draw draw,
+                                                    int64_t n, const float *d_ln_u, void *stream) {
+    Gates      x;
+    dkv_result r = gates_read(&x, g, false);
+    if (r) return r;
+    if (n < 0 || n > UINT32_MAX) return DKV_ERR_SHAPE;
+    const dim3 grid(grid_of(x), (unsigned)ceil_div(x.G, OWN));
+    gates_union_backward<<<grid, CELLS, 0, (cudaStream_t)stream>>>(da, x, a, draw, n, d_ln_u);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_penalty(double *mean, float *da, const dkv_gates *g, const float *a,
+                                             dkv_budget budget, float lambda, void *ws, void *stream) {
+    Gates      x;
+    dkv_result r = gates_read(&x, g, false);
+    if (r) return r;
+    const int    logical = budget == DKV_BUDGET_LOGICAL;
+    const double count = logical ? (double)x.cells * x.G : (double)x.cells;
+    gates_penalty<<<PARTS, CELLS, 0, (cudaStream_t)stream>>>((double *)ws, da, x, a, logical, (double)lambda / count);
+    if (mean) finish_mean<<<1, PARTS, 0, (cudaStream_t)stream>>>(mean, (const double *)ws, count);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_clip(double *norm, float *x, int64_t n, void *ws, void *stream) {
+    sum_squares<<<PARTS, THREADS, 0, (cudaStream_t)stream>>>((double *)ws, x, n);
+    gates_clip<<<PARTS, THREADS, 0, (cudaStream_t)stream>>>(norm, x, n, (const double *)ws);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_adamw(float *a, float *m, float *v, const float *da, int64_t n, int64_t t,
+                                           double rate, void *stream) {
+    const double bias1 = 1.0 - exp((double)t * log(0.9)), bias2 = 1.0 - exp((double)t * log(0.999));
+    if (t < 1) return DKV_ERR_FIELD;
+    gates_adamw<<<PARTS, THREADS, 0, (cudaStream_t)stream>>>(a, m, v, da, n, bias1, bias2, rate);
+    return launched();
+}
+
+extern "C" dkv_result dkv_cuda_gates_top(unsigned char *M, int64_t *K, const dkv_gates *g, const float *a,
+                                         dkv_budget budget, double rho, int by_p, void *ws, void *stream) {
+    Ranking    x = {};
+    dkv_result r = gates_read(&x.g, g, false);
+    if (r) return r;
+    if (!(rho >= 0.0 && rho <= 1.0)) return DKV_ERR_FIELD;
+    x.cells = g->tied || budget == DKV_BUDGET_PHYSICAL;
+    const uint32_t copies = x.cells ? (uint32_t)(g->H / g->Hkv) : 1;
+    x.n = x.cells ? x.g.cells : x.g.cells * x.g.G;
+    x.K = (uint32_t)rint(rho * (double)x.n);
+    x.chunk = (uint32_t)round_up(ceil_div(x.n, PARTS), THREADS);
+    x.a = a;
+    x.by_p = by_p;
+    x.bins = (uint32_t *)ws;
+    x.ties = x.bins + 4 * 256;
+    const unsigned parts = (unsigned)ceil_div(x.n, x.chunk);
+    r = did(cudaMemsetAsync(x.bins, 0, 4 * 256 * 4, (cudaStream_t)stream));
+    if (r) return r;
+    for (int pass = 0; pass < 4; pass++) rank_bins<<<parts, THREADS, 0, (cudaStream_t)stream>>>(x, pass);
+    rank_ties<<<parts, THREADS, 0, (cudaStream_t)stream>>>(x);
+    rank_write<<<parts, THREADS, 0, (cudaStream_t)stream>>>(x, M, copies);
+    r = launched();
+    if (!r) *K = (int64_t)x.K * copies;
+    return r;
+}
+
+extern "C" dkv_result dkv_cuda_gates_or(unsigned char *open, const dkv_gates *g, const unsigned char *M,
+                                        void *stream) {
+    Gates      x;
+    dkv_result r = gates_read(&x, g, true);
+    if (r) return r;
+    gates_or<<<grid_of(x), CELLS, 0, (cudaStream_t)stream>>>(open, x, M);
+    return launched();
 }

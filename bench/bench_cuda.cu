@@ -565,6 +565,150 @@ static void run_memory(const char *name, int64_t T_c) {
     json_comma = ",\n";
 }
 
+/* ---- ranks of sources: K of a context once for several questions ------------------------------------ */
+
+struct ScoreCase { const char *name; int n, tokens, H, Hkv, d; int64_t T_c; }; /* questions; tokens asked of each */
+enum { QUESTION = 32 };                                                        /* its length, and that of its tail */
+
+/* Keys above a source by more than rounding, and those about as high; a CTA for each (asked token, head). */
+struct RankBounds {
+    const void    *q, *k, *tail_k; /* [n][QUESTION][H][d]; [T_c][Hkv][d]; [n][QUESTION][Hkv][d] */
+    const int64_t *source;         /* [n][QUESTION] */
+    int            tokens, H, Hkv, d;
+    int64_t        T_c;
+    int           *above, *near;   /* [n][tokens][H] */
+};
+
+__global__ void rank_bounds(RankBounds r) {
+    const int     h = blockIdx.x % r.H, g = h / (r.H / r.Hkv), asked = blockIdx.x / r.H, x = asked / r.tokens;
+    const int     i = QUESTION - r.tokens + asked % r.tokens, d = r.d;
+    const int64_t row = ((int64_t)x * QUESTION + i) * r.H + h, source = r.source[x * QUESTION + i];
+    auto          logit = [&](int64_t j) {
+        double s = 0;
+        for (int c = 0; c < d; c++)
+            s += (double)load(r.q, DKV_BF16, row * d + c) *
+                 (j < r.T_c ? load(r.k, DKV_BF16, (j * r.Hkv + g) * d + c)
+                            : load(r.tail_k, DKV_BF16, ((x * QUESTION + j - r.T_c) * r.Hkv + g) * d + c));
+        return s;
+    };
+    const double own = logit(source), bound = 5e-4; /* tolerance_gpu_logit, twice */
+    int          above = 0, near = 0;
+    for (int64_t j = threadIdx.x; j <= r.T_c + i; j += blockDim.x) {
+        const double s = logit(j);
+        above += j != source && s > own + bound;
+        near += j != source && fabs(s - own) <= bound;
+    }
+    atomicAdd(r.above + blockIdx.x, above);
+    atomicAdd(r.near + blockIdx.x, near);
+}
+
+/* Share of ranks that are out of their bounds. */
+static double wrong_ranks(const ScoreCase &c, Memory &m, RankBounds r, const int64_t *rank) {
+    const int64_t        rows = (int64_t)c.n * c.tokens * c.H;
+    std::vector<int>     zero((size_t)rows, 0), above(zero), near(zero);
+    std::vector<int64_t> got((size_t)c.n * QUESTION * c.H);
+    int64_t              bad = 0;
+    r.above = m.copy(zero), r.near = m.copy(zero);
+    rank_bounds<<<(unsigned)rows, 256, 0, stream>>>(r);
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaMemcpy(above.data(), r.above, above.size() * 4, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(near.data(), r.near, near.size() * 4, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(got.data(), rank, got.size() * 8, cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t asked = i / c.H, at = asked / c.tokens * QUESTION + QUESTION - c.tokens + asked % c.tokens;
+        const int64_t rank_of = got[(size_t)(at * c.H + i % c.H)], a = above[(size_t)i];
+        bad += rank_of < a || rank_of > a + near[(size_t)i];
+    }
+    return (double)bad / (double)rows;
+}
+
+static void run_score(const ScoreCase &c) {
+    Memory        m;
+    Row           row = {c.name, DKV_BF16, {}, 0, 0, 0, 0, 0, ""};
+    const int64_t keys = c.T_c * c.Hkv * c.d, tail = (int64_t)QUESTION * c.Hkv * c.d, q = (int64_t)QUESTION * c.H * c.d;
+    row.bytes = 2.0 * (double)(keys + c.n * (tail + q));
+    row.flops = 2.0 * c.d * (double)c.n * c.tokens * c.H * (double)c.T_c;
+    set_limit(row);
+    const int layers = (int)std::min(16.0, std::max(2.0, 1 + 3.0 * device.l2CacheSize / row.bytes));
+    std::vector<std::vector<dkv_attention>> a((size_t)layers);
+    std::vector<int64_t>                    source;
+    std::vector<Range>                      reads;
+    std::vector<const Range *>              there;
+    void                                   *tails = normal(m, DKV_BF16, c.n * tail), *qs = normal(m, DKV_BF16, c.n * q);
+    RankBounds r = {qs, NULL, tails, NULL, c.tokens, c.H, c.Hkv, c.d, c.T_c, NULL, NULL};
+    for (auto &y : a) {
+        const dkv_tensor k = dkv_thd(normal(m, DKV_BF16, keys), DKV_BF16, c.Hkv, c.d);
+        for (int x = 0; x < c.n; x++) {
+            dkv_attention one = {};
+            one.H = c.H, one.Hkv = c.Hkv, one.d_k = c.d, one.N_q = QUESTION;
+            one.q = dkv_thd((char *)qs + x * q * 2, DKV_BF16, c.H, c.d);
+            one.context = dkv_strided(k, dkv_tensor(), c.T_c);
+            one.tail = dkv_strided(dkv_thd((char *)tails + x * tail * 2, DKV_BF16, c.Hkv, c.d), dkv_tensor(), QUESTION);
+            y.push_back(one);
+        }
+        reads.clear();
+        add_range(reads, k.data, keys * 2);
+        there.push_back(m.copy(reads));
+    }
+    for (int i = 0; i < c.n * QUESTION; i++)
+        source.push_back(i % QUESTION < QUESTION - c.tokens ? -1 : (int64_t)(i * 2654435761u % (uint32_t)c.T_c));
+    size_t bytes;
+    DKV(dkv_cuda_score_size(&bytes, a[0].data(), c.n));
+    void    *ws = m.get((int64_t)bytes);
+    int64_t *rank = m.get<int64_t>((int64_t)c.n * QUESTION * c.H);
+    auto     launch = [&](int i) {
+        DKV(dkv_cuda_score(rank, a[(size_t)i].data(), c.n, source.data(), ws, bytes, stream));
+    };
+    launch(layers - 1);
+    r.k = a.back()[0].context.k.data, r.source = m.copy(source);
+    row.error = wrong_ranks(c, m, r, rank);
+    FAIL_IF(row.error > 0, "wrong: %.1f%% of ranks", 100 * row.error);
+    row.ours = time_graph(layers, launch);
+    row.read_ms = time_graph(layers, [&](int i) { launch_read(there[(size_t)i], reads.size()); }).median;
+    report(row);
+}
+
+/* ---- gates of a step: 8B shape at 128K, 254 contexts -------------------------------------------------- */
+
+static const int GATE_CONTEXTS = 254;
+
+/* Limits: reading what is read and written as fast as reads are. */
+static void run_gates(const char *only) {
+    const dkv_gates g = {32, 32, 8, 1013, 0};
+    const int64_t   n = dkv_gates_count(&g), cells = n / 4;
+    const dkv_draw  draw = {1, 2, 3};
+    Memory          m;
+    float   *a = (float *)normal(m, DKV_F32, n), *da = (float *)normal(m, DKV_F32, n), *mean = m.get<float>(n);
+    float   *square = m.get<float>(n), *ln_u = m.get<float>(cells * GATE_CONTEXTS);
+    double  *sums = m.get<double>(2);
+    uint8_t *M = m.get<uint8_t>(n), *open = m.get<uint8_t>(cells);
+    void    *ws = m.get(DKV_CUDA_GATES_WS);
+    int64_t  K;
+    CUDA(cudaMemsetAsync(mean, 0, (size_t)n * 4, stream));
+    CUDA(cudaMemsetAsync(square, 0, (size_t)n * 4, stream));
+    const struct { const char *name; double bytes; std::function<void(int)> launch; } parts[] = {
+        {"gates: union of 254 contexts", 4.0 * (double)(cells * GATE_CONTEXTS + n),
+         [&](int) { DKV(dkv_cuda_gates_union(NULL, ln_u, &g, a, draw, GATE_CONTEXTS, stream)); }},
+        {"gates: its gradient", 4.0 * (double)(cells * GATE_CONTEXTS + 3 * n),
+         [&](int) { DKV(dkv_cuda_gates_union_backward(da, &g, a, draw, GATE_CONTEXTS, ln_u, stream)); }},
+        {"gates: penalty", 12.0 * (double)n,
+         [&](int) { DKV(dkv_cuda_gates_penalty(sums, da, &g, a, DKV_BUDGET_PHYSICAL, 0.5f, ws, stream)); }},
+        {"gates: clip", 12.0 * (double)n, [&](int) { DKV(dkv_cuda_gates_clip(sums, da, n, ws, stream)); }},
+        {"gates: AdamW", 28.0 * (double)n,
+         [&](int) { DKV(dkv_cuda_gates_adamw(a, mean, square, da, n, 1, 1e-3, stream)); }},
+        {"gates: Top-K", 5.0 * (double)n,
+         [&](int) { DKV(dkv_cuda_gates_top(M, &K, &g, a, DKV_BUDGET_LOGICAL, 0.2, 0, ws, stream)); }},
+        {"gates: or", 1.25 * (double)n, [&](int) { DKV(dkv_cuda_gates_or(open, &g, M, stream)); }},
+    };
+    for (const auto &x : parts) {
+        Row row = {x.name, DKV_F32, {}, x.bytes, 0, 0, 0, 0, ""};
+        if (!strstr(x.name, only)) continue;
+        set_limit(row);
+        row.ours = time_graph(1, x.launch);
+        report(row);
+    }
+}
+
 /* ---- rows -------------------------------------------------------------------------------------------- */
 
 static const Case cases[] = {
@@ -606,6 +750,20 @@ static const struct { const char *name; dkv_type type; bool head_major; } packs[
     {"pack from head-major to fp8", DKV_FP8, true},   {"pack from [T][Hkv][d] to fp8", DKV_FP8, false},
 };
 
+static const ScoreCase scores[] = {
+    {"score 4 x 2 tokens over 130816", 4, 2, 32, 8, 128, 130816},
+    {"score 4 x 4 tokens over 130816", 4, 4, 32, 8, 128, 130816},
+    {"score 4 x 8 tokens over 130816", 4, 8, 32, 8, 128, 130816},
+    {"score 4 x 12 tokens over 130816", 4, 12, 32, 8, 128, 130816},
+    {"score 4 x 16 tokens over 130816", 4, 16, 32, 8, 128, 130816},
+    {"score 16 x 16 tokens over 130816", 16, 16, 32, 8, 128, 130816},
+    {"score 64 x 16 tokens over 130816", 64, 16, 32, 8, 128, 130816},
+    {"score 4 x 4 tokens over 130816, d 64", 4, 4, 32, 8, 64, 130816},
+    {"score 64 x 16 tokens over 130816, d 64", 64, 16, 32, 8, 64, 130816},
+    {"score 4 x 4 tokens over 7936, d 64, G 3", 4, 4, 9, 3, 64, 7936},
+    {"score 64 x 8 tokens over 7936, d 64, G 3", 64, 8, 9, 3, 64, 7936},
+};
+
 static int failed;
 
 static void try_row(const char *only, const char *name, const std::function<void()> &run) {
@@ -621,7 +779,7 @@ static void try_row(const char *only, const char *name, const std::function<void
 }
 
 static const char usage[] = "usage: bench_cuda [--json FILE] [--only TEXT] [--arch 80]\n"
-                            "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"suffix 32\", \"pack\"\n"
+                            "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"suffix 32\", \"score\"\n"
                             "  --arch 80    the mma.sync kernels\n";
 
 int main(int argc, char **argv) {
@@ -644,6 +802,8 @@ int main(int argc, char **argv) {
     print_head();
     for (const Case &c : cases) try_row(only, c.name, [&] { run_case(c); });
     for (const auto &x : packs) try_row(only, x.name, [&] { run_pack(x.name, x.type, x.head_major); });
+    for (const ScoreCase &c : scores) try_row(only, c.name, [&] { run_score(c); });
+    try_row("", "gates", [&] { run_gates(only); });
     try_row(only, "memory of 128K", [] { run_memory("memory of 128K", 128 * K); });
     try_row(only, "memory of 1M", [] { run_memory("memory of 1M", 1024 * K); });
     if (json && (fputs("\n]\n", json) < 0 || fclose(json))) return 2;
