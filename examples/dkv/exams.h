@@ -1,0 +1,76 @@
+/* exams.h: what probe, train and score share: a model, questions about needles in contexts, and the contexts' caches.
+
+   A round is a manifest of each kind and wording (needles.h); a train step takes one round. Context c of all rounds is
+   number c % per_round of round c / per_round; its questions are question[c * per_context ..]. Nothing of a context is
+   kept but its questions and, as far as memory allows, its cache: tokens are made again where they are needed. */
+#ifndef EXAMS_H
+#define EXAMS_H
+
+#include "tool.h"
+
+#include "../llama/learn.h"
+#include "../llama/needles.h"
+
+typedef struct {
+    const char *model_path, *filler_path;
+    int place;                 /* lm_place */
+    int64_t threads;           /* 0: all processors */
+    int64_t T_c, W, S, R;      /* -1: find_lengths says */
+    int64_t per_context, rounds, seed;
+    int split;
+    bool once;                 /* every context comes only once */
+    double kv_gb;              /* memory for caches of contexts, GB; 0: 8, on a GPU 64 */
+} exam_options;
+
+typedef struct {
+    exam_options o;
+    lm_model *m;
+    lm_tokenizer *tokenizer;
+    lm_chat chat;
+    lm_needles *needles;
+    lm_learner *learner;
+    char name[64];             /* of the model, as in dkv_pattern */
+    int64_t D, per_round, contexts, per_context; /* contexts of all rounds */
+    lm_question *question;     /* [contexts][per_context] */
+    int64_t *bin;              /* the same: which bin each asks about */
+    int64_t value_tokens, suffix_tokens; /* of all questions together */
+    uint64_t data_hash;        /* of all contexts and questions */
+    lm_cache **cache;          /* [contexts], NULL: not prefilled, or not kept */
+    int64_t kept, group;       /* contexts 0 .. kept - 1 stay; of the others, so many exist at a time */
+    int64_t prefilled;         /* contexts so far */
+    double prefill_s;
+} exams;
+
+/* Fills lengths that were not given: what the model takes, 256 tokens left for questions; on the CPU 2,048 tokens in
+   small bins. Fails when T_c is not S + R and whole bins. */
+void find_lengths(exam_options *o, int64_t n_ctx);
+
+exams open_exams(const exam_options *o); /* fails with one line */
+void close_exams(exams *x);
+
+int kind_of(const exams *x, int64_t context);      /* LM_NUM, LM_WORD */
+
+/* Calls work for contexts [first, first + n) in order, batch after batch, with their caches filled: e[n] are those from
+   context first of all rounds on. */
+typedef void batch_work(void *user, const lm_exam *e, int64_t n, int64_t first);
+void each_batch(exams *x, int64_t first, int64_t n, batch_work *work, void *user);
+
+/* A cache of all of tokens[T_c]: made, and filled. */
+lm_cache *prefill_context(exams *x, const int32_t *tokens);
+int64_t context_bytes(const exams *x); /* of one cache */
+
+/* ---- states of long runs: what goes on where it stopped ------------------- */
+
+/* FILE holds data[bytes], once the run's settings are the same: config is a hash of them. False: no such file yet. */
+bool read_state(const char *path, uint64_t config, void *data, size_t bytes);
+void write_state(const char *path, uint64_t config, const void *data, size_t bytes);
+uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes); /* FNV-1a; hash: 0, or of what stands before */
+
+/* ---- progress ------------------------------------------------------------ */
+
+double seconds(void);
+/* A line on a terminal's standard error that the next one replaces; "" clears it. Nothing where there is none. */
+__attribute__((format(printf, 1, 2))) void show_line(const char *format, ...);
+const char *hms(double s); /* "1:02:03", "2:03"; valid until the next call but one */
+
+#endif
