@@ -198,12 +198,14 @@ exams open_exams(const exam_options *o) {
     x.D = lm_needles_bins(x.needles);
     x.per_context = o->per_context;
     x.per_round = lm_needles_contexts(x.needles) * LM_KINDS * LM_WORDINGS;
-    x.contexts = o->rounds * x.per_round;
+    int64_t round = x.per_round * x.per_context; /* queries */
+    x.contexts = (o->rounds ? o->rounds : (o->queries + round - 1) / round) * x.per_round;
     x.question = allocate((size_t)(x.contexts * x.per_context), sizeof *x.question);
     x.bin = allocate((size_t)(x.contexts * x.per_context), sizeof *x.bin);
     x.cache = allocate((size_t)x.contexts, sizeof *x.cache);
     make_questions(&x);
     share_memory(&x);
+    x.opened = seconds();
     return x;
 }
 
@@ -276,4 +278,22 @@ static int64_t run_batch(exams *x, int64_t first, int64_t n, batch_work *work, v
 
 void each_batch(exams *x, int64_t first, int64_t n, batch_work *work, void *user) {
     for (int64_t done = 0; done < n;) done += run_batch(x, first + done, n - done, work, user);
+}
+
+/* ---- cost ---------------------------------------------------------------- */
+
+/* Products of weights count 2 per weight and token, attention 4 d per head, key and token. */
+void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questions, double passes) {
+    const lm_params *p = lm_get_params(x->m);
+    const double heads = p->shape.H, T = (double)x->o.T_c;
+    const double tokens = (double)x->suffix_tokens * (double)questions / (double)(x->contexts * x->per_context);
+    const double weights = p->shape.L * ((double)p->E * (2 * heads + 2 * p->shape.Hkv) * p->shape.d_k +
+                                         3 * (double)p->E * (double)p->F);
+    const double pair = 4 * heads * p->shape.d_k * p->shape.L; /* of one query and one key */
+    const double prefill = (double)prefills * (2 * weights * T + pair * T * T / 2);
+    const double ask = passes * tokens * (2 * weights + pair * T);
+    fprintf(stderr, "%s: %lld prefills of %lld tokens, %.2f GB of cache each, %lld in memory; %lld questions of %.0f tokens; "
+            "%.2f + %.2f PFLOP\n", what, (long long)prefills, (long long)x->o.T_c, (double)context_bytes(x) / 1e9,
+            (long long)(x->kept + (x->kept < x->contexts ? x->group : 0)), (long long)questions,
+            tokens / (double)questions, prefill / 1e15, ask / 1e15);
 }

@@ -16,7 +16,8 @@ typedef struct {
     int place;                 /* lm_place */
     int64_t threads;           /* 0: all processors */
     int64_t T_c, W, S, R;      /* -1: find_lengths says */
-    int64_t per_context, rounds, seed;
+    int64_t per_context, seed;
+    int64_t rounds, queries;   /* rounds 0: as many as make at least so many queries */
     int split;
     bool once;                 /* every context comes only once */
     double kv_gb;              /* memory for caches of contexts, GB; 0: 8, on a GPU 64 */
@@ -38,8 +39,24 @@ typedef struct {
     lm_cache **cache;          /* [contexts], NULL: not prefilled, or not kept */
     int64_t kept, group;       /* contexts 0 .. kept - 1 stay; of the others, so many exist at a time */
     int64_t prefilled;         /* contexts so far */
-    double prefill_s;
+    double opened, prefill_s;  /* when, and how long prefills took, seconds */
 } exams;
+
+/* The options that all three commands have; lengths, split, rounds and the rest are theirs. */
+#define EXAM_OPTIONS(o)                                                                                             \
+    {'m', "model", "MODEL.gguf", OPT_TEXT, &(o).model_path, 0, 0, "a Llama-family model"},                          \
+    {0, "needles", "N", OPT_INT, &(o).per_context, 1, LM_MAX_NEEDLES, "in a context, each in a bin of its own"},    \
+    {0, "filler", "FILE", OPT_TEXT, &(o).filler_path, 0, 0, "a text around the needles (default: a sentence)"},     \
+    {0, "seed", "N", OPT_INT, &(o).seed, 0, TWO_53, "of everything that is random (default: 0)"},                   \
+    {0, "device", "cpu|cuda", OPT_CHOICE, &(o).place, 0, 0, "where to run (default: cpu)"},                         \
+    {'t', "threads", "N", OPT_INT, &(o).threads, 1, 1024, "(default: all processors)"},                             \
+    {0, "kv-memory", "GB", OPT_REAL, &(o).kv_gb, 0, 1e6, "for caches of contexts (default: 8; cuda: 64)"}
+
+#define LENGTH_OPTIONS(o)                                                                                           \
+    {0, "ctx", "T", OPT_INT, &(o).T_c, 1, TWO_31, "tokens of a context: sink, recent and whole bins"},              \
+    {0, "bin-width", "W", OPT_INT, &(o).W, 1, TWO_31, "tokens of a bin (default: 128; cpu: 32)"},                   \
+    {0, "sink", "S", OPT_INT, &(o).S, 0, TWO_31, "first tokens, always kept (default: 128; cpu: 32)"},              \
+    {0, "recent", "R", OPT_INT, &(o).R, 0, TWO_31, "last tokens, always kept (default: 1024; cpu: 256)"}
 
 /* Fills lengths that were not given: what the model takes, 256 tokens left for questions; on the CPU 2,048 tokens in
    small bins. Fails when T_c is not S + R and whole bins. */
@@ -58,6 +75,10 @@ void each_batch(exams *x, int64_t first, int64_t n, batch_work *work, void *user
 /* A cache of all of tokens[T_c]: made, and filled. */
 lm_cache *prefill_context(exams *x, const int32_t *tokens);
 int64_t context_bytes(const exams *x); /* of one cache */
+
+/* What is ahead, in one line on standard error: contexts that will be prefilled, bytes that they keep, and the floating
+   point operations of prefill and of work on `questions` questions, times `passes` (forward 1, and backward 3). */
+void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questions, double passes);
 
 /* ---- states of long runs: what goes on where it stopped ------------------- */
 
