@@ -95,7 +95,7 @@ static const char *with(int at, uint64_t x, int n) {
 
 static void fields(void **state) {
     (void)state;
-    static const uint64_t far[] = {0, 1, 5, 0x7fffffff, 0x80000000, 0xffffffff, UINT64_MAX, (uint64_t)1 << 63, 1u << 30};
+    static const uint64_t far[] = {0, 1, 5, 1u << 30, 0x7fffffff, 0x80000000, 0xffffffff, (uint64_t)1 << 63, UINT64_MAX};
     assert_null(with(24, L, 4));
     assert_string_equal(with(8, 2, 4), "written by another format version; make the file again");
     for (int at = 24; at < 40; at += 4) /* sizes: no other fits the length of the file, but one KV head does */
@@ -109,7 +109,8 @@ static void fields(void **state) {
     assert_non_null(with(128 + 63, 'x', 1));        /* behind its end */
     assert_null(with(HEADER, UINT32_MAX, 4));       /* a count may be anything */
     static const uint32_t bad[] = {0x3f800001, 0xbf800000, 0x7f800000, 0x7fc00000, 0xff800000};
-    for (int i = 0; i < COUNT(bad); i++) assert_string_equal(with(HEADER + 4 * D, bad[i], 4), "a score is outside 0..1");
+    for (int i = 0; i < COUNT(bad); i++)
+        assert_string_equal(with(HEADER + 4 * D, bad[i], 4), "a score is outside 0..1");
     assert_null(with(HEADER + 4 * D, 0x3f800000, 4));
 }
 

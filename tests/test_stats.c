@@ -13,10 +13,11 @@ static void wilson_closed(void) {
         for (int k = 0; k <= n; k++) {
             interval i = wilson(k, n);
             const double p = (double)k / n, ends[] = {i.low, i.high};
+            const int inside[] = {k > 0, k < n}; /* 0 and 1 are exact ends */
             AT("%d of %d", k, n);
             CHECK(i.low >= 0 && i.high <= 1 && i.low <= p && p <= i.high && i.low < i.high);
             for (int e = 0; e < 2; e++) /* |p - x| = z sqrt(x (1 - x) / n) */
-                if ((e || k) && (!e || k < n)) CHECK(fabs(fabs(p - ends[e]) - z * sqrt(ends[e] * (1 - ends[e]) / n)) < 1e-12);
+                if (inside[e]) CHECK(fabs(fabs(p - ends[e]) - z * sqrt(ends[e] * (1 - ends[e]) / n)) < 1e-12);
         }
     interval none = wilson(0, 10), half = wilson(5, 10); /* Newcombe 1998, Agresti and Coull 1998 */
     CHECK(none.low == 0 && fabs(none.high - 0.27753) < 1e-5);

@@ -100,7 +100,8 @@ void find_lengths(exam_options *o, int64_t n_ctx) {
     if (o->T_c < 0) o->T_c = ends + (most - ends) / o->W * o->W;
     int64_t bins = (o->T_c - ends) / o->W;
     if (o->T_c > n_ctx - 64)
-        fail("--ctx %lld leaves no room for questions: the model takes %lld tokens", (long long)o->T_c, (long long)n_ctx);
+        fail("--ctx %lld leaves no room for questions: the model takes %lld tokens", (long long)o->T_c,
+             (long long)n_ctx);
     if (bins < 1 || ends + bins * o->W != o->T_c)
         fail("--ctx %lld is not sink + recent + whole bins of %lld; %lld is", (long long)o->T_c, (long long)o->W,
              (long long)(ends + (bins < 1 ? 1 : bins) * o->W));
@@ -292,8 +293,8 @@ void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questi
     const double pair = 4 * heads * p->shape.d_k * p->shape.L; /* of one query and one key */
     const double prefill = (double)prefills * (2 * weights * T + pair * T * T / 2);
     const double ask = passes * tokens * (2 * weights + pair * T);
-    fprintf(stderr, "%s: %lld prefills of %lld tokens, %.2f GB of cache each, %lld in memory; %lld questions of %.0f tokens; "
-            "%.2f + %.2f PFLOP\n", what, (long long)prefills, (long long)x->o.T_c, (double)context_bytes(x) / 1e9,
-            (long long)(x->kept + (x->kept < x->contexts ? x->group : 0)), (long long)questions,
-            tokens / (double)questions, prefill / 1e15, ask / 1e15);
+    fprintf(stderr, "%s: %lld prefills of %lld tokens, %.3g GB of cache each, %lld in memory; %lld questions "
+            "of %.0f tokens; %.3g + %.3g PFLOP\n", what, (long long)prefills, (long long)x->o.T_c,
+            (double)context_bytes(x) / 1e9, (long long)(x->kept + (x->kept < x->contexts ? x->group : 0)),
+            (long long)questions, tokens / (double)questions, prefill / 1e15, ask / 1e15);
 }

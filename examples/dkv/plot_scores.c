@@ -129,7 +129,7 @@ void draw_scores(FILE *out, const score_table *s) {
     fprintf(out, "near = %lld; width = %lld; far = %lld; heads = %lld; ends = %d\n", (long long)s->R, (long long)s->W,
             (long long)(s->T_c - s->S), (long long)n, s->D < ENDS ? s->D : ENDS);
     write_title(out, s->model, s->L, s->H, s->Hkv, s->D, s->W);
-    fprintf(out, "detail = \"retrieval score: share of value tokens among a head's 5 highest; it reaches 0.1 in some bin "
-                 "for %lld of %lld heads\"\n", (long long)found, (long long)n);
+    fprintf(out, "detail = \"retrieval score: share of value tokens among a head's 5 highest; "
+                 "it reaches 0.1 in some bin for %lld of %lld heads\"\n", (long long)found, (long long)n);
     fputs(SCRIPT, out);
 }

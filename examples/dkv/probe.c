@@ -1,6 +1,6 @@
-/* dkv probe: where each head retrieves. S[l][h][b] = the share of value tokens in bin b whose source is among the head's
-   5 highest (paper 3.1): mean over a question's value tokens, then over the questions of a bin and condition, then over
-   the conditions (kinds x wordings x rounds). Questions that the model answers wrongly count like any other. */
+/* dkv probe: where each head retrieves. S[l][h][b] = the share of value tokens in bin b whose source is among the 5
+   highest of head h (paper 3.1): mean over a question's value tokens, then over the questions of a bin and condition,
+   then over the conditions (kinds x wordings x rounds). Questions that the model answers wrongly count like others. */
 #define _GNU_SOURCE
 #include "exams.h"
 

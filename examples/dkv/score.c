@@ -22,6 +22,7 @@ typedef struct {
     char name[160];
     unsigned char *cells;     /* [L][Hkv][D], NULL: dense */
     lm_gating gating;
+    int64_t n_cells;          /* kept */
     double logical, physical; /* at T_c */
     lm_grade_result *grade;   /* [questions] */
     double text_loss[MAX_WINDOWS], text_kl;
@@ -64,7 +65,7 @@ static void measure_method(method *m, const dkv_pattern *p, int64_t T_c, const c
     dkv_stats s;
     dkv_result r = dkv_dry_run(&s, p, T_c, DKV_BEYOND_ERROR);
     if (r) fail("%s reaches %lld tokens, not %lld; lower --ctx", path, (long long)dkv_max_context(p), (long long)T_c);
-    m->logical = s.logical, m->physical = s.physical;
+    m->logical = s.logical, m->physical = s.physical, m->n_cells = count_cells(p);
 }
 
 static void add_control(const dkv_pattern *p, int kind, const score_table *s, const char *path, int64_t T_c) {
@@ -131,7 +132,8 @@ static void grade_text(exams *x) {
     int64_t n = lm_encode(x->tokenizer, text, bytes, false, tokens + bos, (int64_t)bytes) + bos;
     window = room < WINDOW ? room : WINDOW;
     if (n - x->o.T_c < window) window = n - x->o.T_c;
-    if (window < 2) fail("%s has %lld tokens; --text needs more than %lld", text_path, (long long)n, (long long)x->o.T_c);
+    if (window < 2)
+        fail("%s has %lld tokens; --text needs more than %lld", text_path, (long long)n, (long long)x->o.T_c);
     windows = (n - x->o.T_c) / window < MAX_WINDOWS ? (n - x->o.T_c) / window : MAX_WINDOWS;
     for (int64_t k = 0; k < windows; k++) grade_window(x, tokens, k);
     free(tokens);
@@ -172,25 +174,33 @@ static const int ORDER[] = {LM_KINDS, LM_NUM, LM_WORD};
 
 static double perplexity(const method *m) { return exp(mean_of(m->text_loss, windows)); }
 
+enum { NAME = 34 }; /* columns */
+
+static void print_rows(const exams *x, int kind) {
+    printf("\n%-*s  physical  exact (95 %%)             loss   to dense (95 %%)              KL\n", NAME, KINDS[kind]);
+    for (const method *m = methods; m < methods + n_methods; m++) {
+        const summary s = sum_up(x, m, kind);
+        printf("%-*s  %8.3f  %5.3f (%5.3f..%5.3f)  %7.3f", NAME, m->name, m->physical,
+               (double)s.exact / (double)s.n, s.exact_in.low, s.exact_in.high, s.loss);
+        if (m > methods)
+            printf("  %+7.3f (%+7.3f..%+7.3f)  %6.3f", s.difference, s.difference_in.low, s.difference_in.high, s.kl);
+        putchar('\n');
+    }
+}
+
+static void print_text_rows(void) {
+    printf("\n%-*s  physical  perplexity      KL   (%lld windows of %lld tokens)\n", NAME, base_name(text_path),
+           (long long)windows, (long long)window);
+    for (const method *m = methods; m < methods + n_methods; m++)
+        printf("%-*s  %8.3f  %10.3f  %6.3f\n", NAME, m->name, m->physical, perplexity(m), m->text_kl / (double)windows);
+}
+
 static void print_table(const exams *x) {
-    const int name = 34;
     printf("%lld questions about %lld contexts of %lld tokens, split %s, seed %lld, %s: %s\n",
            (long long)(x->contexts * x->per_context), (long long)x->contexts, (long long)x->o.T_c,
            split ? "report" : "choose", (long long)x->o.seed, x->name, lm_where(x->m));
-    for (int k = 0; k < 3; k++) {
-        printf("\n%-*s  physical  exact (95 %%)             loss   to dense (95 %%)              KL\n", name, KINDS[ORDER[k]]);
-        for (const method *m = methods; m < methods + n_methods; m++) {
-            summary s = sum_up(x, m, ORDER[k]);
-            printf("%-*s  %8.3f  %5.3f (%5.3f..%5.3f)  %7.3f", name, m->name, m->physical, (double)s.exact / (double)s.n,
-                   s.exact_in.low, s.exact_in.high, s.loss);
-            if (m == methods) printf("\n");
-            else printf("  %+7.3f (%+7.3f..%+7.3f)  %6.3f\n", s.difference, s.difference_in.low, s.difference_in.high, s.kl);
-        }
-    }
-    if (windows) printf("\n%-*s  physical  perplexity      KL   (%lld windows of %lld tokens)\n", name, base_name(text_path),
-                        (long long)windows, (long long)window);
-    for (const method *m = methods; windows && m < methods + n_methods; m++)
-        printf("%-*s  %8.3f  %10.3f  %6.3f\n", name, m->name, m->physical, perplexity(m), m->text_kl / (double)windows);
+    for (int k = 0; k < 3; k++) print_rows(x, ORDER[k]);
+    if (windows) print_text_rows();
 }
 
 static cJSON *pair_json(interval i) {
@@ -214,6 +224,7 @@ static cJSON *summary_json(const summary *s) {
 static cJSON *method_json(const exams *x, const method *m) {
     cJSON *out = cJSON_CreateObject();
     cJSON_AddStringToObject(out, "name", m->name);
+    if (m->cells) cJSON_AddNumberToObject(out, "cells", (double)m->n_cells);
     cJSON_AddNumberToObject(out, "logical_ratio", m->logical);
     cJSON_AddNumberToObject(out, "physical_ratio", m->physical);
     for (int k = 0; k < 3; k++) {
@@ -226,7 +237,7 @@ static cJSON *method_json(const exams *x, const method *m) {
 }
 
 static void print_json(const exams *x) {
-    cJSON *out = cJSON_CreateObject(), *list = cJSON_AddArrayToObject(out, "methods");
+    cJSON *out = cJSON_CreateObject();
     char hex[20];
     snprintf(hex, sizeof hex, "%016llx", (unsigned long long)x->data_hash);
     cJSON_AddStringToObject(out, "model", x->name);
@@ -237,6 +248,7 @@ static void print_json(const exams *x) {
     cJSON_AddNumberToObject(out, "contexts", (double)x->contexts);
     cJSON_AddNumberToObject(out, "questions", (double)(x->contexts * x->per_context));
     if (windows) cJSON_AddNumberToObject(out, "text_tokens", (double)(windows * (window - 1)));
+    cJSON *list = cJSON_AddArrayToObject(out, "methods");
     for (const method *m = methods; m < methods + n_methods; m++) cJSON_AddItemToArray(list, method_json(x, m));
     print_json_object(out);
 }

@@ -86,7 +86,7 @@ void make_control(unsigned char *to, int kind, const dkv_pattern *p, const float
 
 /* ---- retrieval scores: .dks files ---------------------------------------- */
 
-/* S[l][h][b]: the share of value tokens in bin b that query head h of layer l finds among its 5 highest (paper 3.1), and
+/* S[l][h][b]: the share of value tokens in bin b that query head h of layer l has among its 5 highest (paper 3.1), and
    where that was measured. */
 typedef struct {
     int32_t L, H, Hkv, D;

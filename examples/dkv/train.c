@@ -61,16 +61,19 @@ static int64_t n_rhos, pause_after;
 static const char *scores_path, *output, *resume, *rho_list, *steps, *anneal;
 static bool head_only, verbose, json, dry_run;
 
+static const char SYNOPSIS[] = "dkv train -m MODEL.gguf -s S.dks --rho RATIO -o P.dkv [options]";
+
 static const char NOTES[] =
     "recipes     ours        one gate per KV head, a budget in cells that falls from 0.6; 4 + 56 steps, lr 0.1,\n"
     "                        lambda 4, 8 needles in a context\n"
     "            reference   the paper's: one gate per query head, a logical budget; 16 + 28 steps, lr 0.01,\n"
     "                        lambda 0.5, 4 needles\n"
-    "Other options change one thing of the recipe. Lengths and bins are those of the scores. With several --rho, stage 2\n"
-    "starts from the end of stage 1 for each, and P.dkv becomes P-RHO.dkv.\n"
+    "Other options change one thing of the recipe. Lengths and bins are those of the scores. With several --rho,\n"
+    "stage 2 starts from the end of stage 1 for each, and P.dkv becomes P-RHO.dkv.\n"
     "--resume FILE writes the state there after every step and goes on from it: the same pattern, bit for bit.\n"
-    "--json prints a line per step: step, stage, rho, loss, expected (share kept, of relaxed gates), logical, physical,\n"
-    "churn (share of the mask's bits that were not in the last one), exact (share of questions answered exactly).\n";
+    "--json prints a line per step: step, stage, rho, loss, expected (share kept, of relaxed gates), logical and\n"
+    "physical (of the mask), churn (share of its bits that were not in the last one), exact (share of questions\n"
+    "answered exactly).\n";
 
 static void read_rhos(void) {
     const char *c = rho_list;
@@ -138,8 +141,8 @@ typedef struct {
     uint64_t config;
     float *a, *da, *dx;          /* [n_gates], [n_gates], [n] */
     unsigned char *M, *open;     /* [L][H][D], [L][Hkv][D] */
-    double seconds;              /* of the steps of this process */
-    int64_t steps;
+    double seconds;              /* of this process's steps, prefills not counted */
+    int64_t steps, prefills;     /* of this process; of the whole run, as far as it is ahead */
 } trainer;
 
 typedef struct {
@@ -264,27 +267,34 @@ static void close_trainer(trainer *t) {
 static void check_scores(const score_table *s, const exams *x) {
     const dkv_shape *m = &lm_get_params(x->m)->shape;
     if (s->L != m->L || s->H != m->H || s->Hkv != m->Hkv)
-        fail("%s is of a model with %d layers of %d and %d heads; this one has %d of %d and %d", scores_path, s->L, s->H,
-             s->Hkv, m->L, m->H, m->Hkv);
+        fail("%s is of a model with %d layers of %d and %d heads; this one has %d of %d and %d", scores_path, s->L,
+             s->H, s->Hkv, m->L, m->H, m->Hkv);
 }
 
 /* ---- telling ------------------------------------------------------------- */
 
+static double seconds_left(const trainer *t) {
+    const exams *x = t->x;
+    const int64_t left = r.A + n_rhos * r.B - t->state->rho * r.B - t->state->step;
+    const double prefill = x->prefilled ? x->prefill_s / (double)x->prefilled : 0;
+    return t->seconds / (double)t->steps * (double)left + prefill * (double)(t->prefills - x->prefilled);
+}
+
 static void tell_step(const trainer *t, const report *x) {
-    const int64_t all = r.A + n_rhos * r.B, left = all - t->state->rho * r.B - t->state->step, step = t->state->step;
+    const int64_t step = t->state->step;
     const int stage = step <= r.A ? 1 : 2;
-    const double rho = rhos[t->state->rho], share = t->seconds / (double)t->steps;
+    const double rho = rhos[t->state->rho];
     char line[256];
     snprintf(line, sizeof line, "rho %g stage %d step %lld/%lld  loss %.4f  exact %.3f  expected %.3f  logical %.3f  "
-             "physical %.3f  churn %.3f  %.2f s", rho, stage, (long long)step, (long long)(r.A + r.B), x->loss, x->exact,
-             x->expected, x->logical, x->physical, x->churn, share);
+             "physical %.3f  churn %.3f  %.2f s", rho, stage, (long long)step, (long long)(r.A + r.B), x->loss,
+             x->exact, x->expected, x->logical, x->physical, x->churn, t->seconds / (double)t->steps);
     if (json)
         printf("{\"step\":%lld,\"stage\":%d,\"rho\":%.17g,\"loss\":%.17g,\"expected\":%.9g,\"logical\":%.9g,"
                "\"physical\":%.9g,\"churn\":%.9g,\"exact\":%.9g}\n", (long long)step, stage, rho, x->loss, x->expected,
                x->logical, x->physical, x->churn, x->exact);
     if (json) fflush(stdout);
     if (verbose) show_line("%s", ""), fprintf(stderr, "%s\n", line);
-    show_line("%s, %s left", line, hms(share * (double)left));
+    show_line("%s, %s left", line, hms(seconds_left(t)));
 }
 
 /* P.dkv, or of several rhos P-RHO.dkv, free it. */
@@ -324,12 +334,11 @@ static void export_pattern(trainer *t) {
 /* False: paused. */
 static bool train(trainer *t) {
     train_state *s = t->state;
-    if (resume) read_state(resume, t->config, s, t->state_bytes);
     for (; s->rho < n_rhos; s->rho++) {
         while (s->step < r.A + r.B) {
-            const double start = seconds();
+            const double start = seconds() - t->x->prefill_s;
             report done = take_step(t);
-            t->seconds += seconds() - start;
+            t->seconds += seconds() - t->x->prefill_s - start;
             t->steps++;
             tell_step(t, &done);
             if (resume) write_state(resume, t->config, s, t->state_bytes);
@@ -367,7 +376,7 @@ int command_train(int argc, char **argv) {
         {0, "dry-run", NULL, OPT_FLAG, &dry_run, 0, 0, "say what it would cost"},
         {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
     };
-    argv = parse_options(&argc, argv, options, "dkv train -m MODEL.gguf -s S.dks --rho RATIO -o P.dkv [options]", NOTES);
+    argv = parse_options(&argc, argv, options, SYNOPSIS, NOTES);
     if (argc) usage("what is '%s'? see dkv train --help", argv[0]);
     check_arguments(&given);
     score_table s;
@@ -376,9 +385,11 @@ int command_train(int argc, char **argv) {
     exams x = open_exams(&o);
     check_scores(&s, &x);
     trainer t = open_trainer(&x, &s);
-    const int64_t all = r.A + n_rhos * r.B, passing = x.per_round * o.rounds - x.kept;
+    if (resume && !dry_run) read_state(resume, t.config, t.state, t.state_bytes);
+    const int64_t left = r.A + n_rhos * r.B - t.state->rho * r.B - t.state->step;
+    t.prefills = x.kept + (x.contexts - x.kept) * left / o.rounds;
     if (dry_run || verbose || isatty(STDERR_FILENO))
-        say_cost(&x, "train", x.kept + passing * all / o.rounds, all * x.per_round * x.per_context, 3);
+        say_cost(&x, "train", t.prefills, left * x.per_round * x.per_context, 3);
     bool finished = dry_run || train(&t);
     show_line("%s", "");
     if (!finished) printf("paused after %lld steps; the same command goes on from %s\n", (long long)t.steps, resume);
