@@ -108,7 +108,7 @@ run: build/dkv $(MODEL)
 # The model's own weights are tested in release only: sanitized, they take minutes and find nothing more.
 test: $(if $(filter tsan,$(config)),$(TSAN),$(TESTS) $B/dkv $B/minimal $B/llama2c $(if $(filter release,$(config)),$(MODEL)))
 	@MODEL=$(if $(filter release,$(config)),$(MODEL),none) DKV=$B/dkv LLAMA2C=$B/llama2c sh tests/run.sh $(if $(filter tsan,$(config)),$(TSAN),$(TESTS) \
-	    $(if $(filter release,$(config)),tests/test_tool.sh tests/test_readme.sh tests/compile/check.sh))
+	    $(if $(filter release,$(config)),tests/test_tool.sh tests/test_train.sh tests/test_readme.sh tests/compile/check.sh))
 
 fuzz: $(FUZZ)
 	@for f in $(FUZZ); do echo "$$f"; mkdir -p $$f.corpus; \

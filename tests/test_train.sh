@@ -89,7 +89,7 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     fi
 
     # ---- train
-    train() { "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --steps 2,8 --rounds 2 "$@"; }
+    train() { "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --steps 2,5 --rounds 2 "$@"; }
     holds "train" train --rho 0.25 -o "$t/p.dkv"
     equal "train: nothing but the result on a pipe" "$(cat "$t/out")" \
         "p.dkv: 8 of 32 bits, logical 0.2500, physical 0.2500"
@@ -105,18 +105,18 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     equal "train: and the other" "$(about "$t/q-0.5.dkv" cells rho)" "8 0.5"
     train --rho 0.25 -o "$t/j.dkv" --json > "$t/log"
     equal "train: a line per step" "$(sed -n 's/{"step":\([0-9]*\),"stage":\([12]\),.*/\1:\2/p' "$t/log" | xargs)" \
-        "1:1 2:1 3:2 4:2 5:2 6:2 7:2 8:2 9:2 10:2"
+        "1:1 2:1 3:2 4:2 5:2 6:2 7:2"
     equal "train: the budget falls" "$(sed -n 's/.*"physical":\([0-9.]*\),.*/\1/p' "$t/log" | xargs)" \
-        "0.625 0.625 0.625 0.5 0.4375 0.375 0.3125 0.25 0.25 0.25"
+        "0.625 0.625 0.625 0.5 0.375 0.25 0.25"
     train --rho 0.25 -o "$t/v.dkv" --verbose > /dev/null 2> "$t/err"
-    equal "train: --verbose" "$(grep -c '^rho 0.25 stage [12] step' "$t/err")" 10
+    equal "train: --verbose" "$(grep -c '^rho 0.25 stage [12] step' "$t/err")" 7
     # the caches of 3 contexts instead of all 16
     train --rho 0.25 -o "$t/again.dkv" --kv-memory 0.0008 > /dev/null
     equal "train: short memory" "$(about "$t/again.dkv" cells)" 4
 
     # interrupted: in stage 1, between, in stage 2, between ratios, and killed somewhere
     rm -f "$t/r-0.5.dkv" "$t/r-0.25.dkv"
-    for pause in 1 1 3 6 4; do
+    for pause in 1 1 2 3 4; do
         train --rho 0.5,0.25 -o "$t/r.dkv" --resume "$t/state" --pause-after $pause --json >> "$t/resumed" || flunk "pause"
     done
     holds "train: not yet finished" [ ! -e "$t/r-0.25.dkv" ]
@@ -127,11 +127,13 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     grep '^{' "$t/resumed" > "$t/resumed.log"
     holds "train: and the same steps" cmp "$t/log" "$t/resumed.log"
     rm -f "$t/state"
-    train --rho 0.5,0.25 -o "$t/k.dkv" --resume "$t/state" --verbose > /dev/null 2> "$t/err" &
+    "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --steps 2,5 --rounds 2 --rho 0.5,0.25 -o "$t/k.dkv" \
+        --resume "$t/state" > /dev/null 2>&1 & # not by train(), whose process would be a shell's
     n=0
     until [ -e "$t/state" ] || [ $n -gt 300 ]; do sleep 0.1; n=$((n + 1)); done
-    kill -9 $! 2> /dev/null
-    wait $! 2> /dev/null
+    kill -9 $!
+    { wait $!; } 2> /dev/null
+    equal "train: killed before its end" "$? $(ls "$t" | grep -c '^k-')" "137 0"
     train --rho 0.5,0.25 -o "$t/k.dkv" --resume "$t/state" > /dev/null
     holds "train: killed and resumed, the same pattern" cmp "$t/q-0.25.dkv" "$t/k-0.25.dkv"
     refused "train: another run's state" 1 "other settings" train --rho 0.25 -o "$t/x" --resume "$t/state"
@@ -151,7 +153,7 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     refused "train: another model's scores" 1 "is of a model with 2 layers of 4 and 2 heads" \
         "$DKV" train -m "$t/qwen2.gguf" -s "$t/s.dks" --needles 2 --rho 0.2 -o "$t/x"
     train --rho 0.25 --dry-run 2> "$t/err"
-    holds "train: --dry-run" grep -q '^train: 16 prefills of 480 tokens.*160 questions' "$t/err"
+    holds "train: --dry-run" grep -q '^train: 16 prefills of 480 tokens.*112 questions' "$t/err"
 
     # ---- score
     score() { "$DKV" score -m "$M" --needles 2 -n 20 "$@"; }
@@ -160,7 +162,7 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     cp "$t/out" "$t/table"
     equal "score: a row each, all, num, word and perplexity" "$(grep -c '^p.dkv ' "$t/table")" 32
     holds "score: everything kept is dense" sh -c \
-        "grep '^full.dkv  ' '$t/table' | head -3 | grep -c '+0.000 ( +0.000.. +0.000)   0.000' | grep -qx 3"
+        "grep '^full.dkv  ' '$t/table' | head -3 | grep -c '+0.000 ( *+0.000.. *+0.000)  *0.000' | grep -qx 3"
     score -p "$t/p.dkv" --json > "$t/j"
     equal "score: methods" "$(sed -n 's/.*"name":[[:space:]]*"\(.*\)",/\1/p' "$t/j" | xargs)" "dense p.dkv"
     equal "score: questions" "$(key "$t/j" questions | xargs)" "32 32 16 16 32 16 16"

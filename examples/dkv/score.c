@@ -176,6 +176,9 @@ static double perplexity(const method *m) { return exp(mean_of(m->text_loss, win
 
 enum { NAME = 34 }; /* columns */
 
+/* Nothing that prints as -0.000. */
+static double shown(double x) { return fabs(x) < 0.0005 ? 0 : x; }
+
 static void print_rows(const exams *x, int kind) {
     printf("\n%-*s  physical  exact (95 %%)             loss   to dense (95 %%)              KL\n", NAME, KINDS[kind]);
     for (const method *m = methods; m < methods + n_methods; m++) {
@@ -183,7 +186,8 @@ static void print_rows(const exams *x, int kind) {
         printf("%-*s  %8.3f  %5.3f (%5.3f..%5.3f)  %7.3f", NAME, m->name, m->physical,
                (double)s.exact / (double)s.n, s.exact_in.low, s.exact_in.high, s.loss);
         if (m > methods)
-            printf("  %+7.3f (%+7.3f..%+7.3f)  %6.3f", s.difference, s.difference_in.low, s.difference_in.high, s.kl);
+            printf("  %+7.3f (%+7.3f..%+7.3f)  %6.3f", shown(s.difference), shown(s.difference_in.low),
+                   shown(s.difference_in.high), shown(s.kl));
         putchar('\n');
     }
 }
@@ -192,7 +196,8 @@ static void print_text_rows(void) {
     printf("\n%-*s  physical  perplexity      KL   (%lld windows of %lld tokens)\n", NAME, base_name(text_path),
            (long long)windows, (long long)window);
     for (const method *m = methods; m < methods + n_methods; m++)
-        printf("%-*s  %8.3f  %10.3f  %6.3f\n", NAME, m->name, m->physical, perplexity(m), m->text_kl / (double)windows);
+        printf("%-*s  %8.3f  %10.3f  %6.3f\n", NAME, m->name, m->physical, perplexity(m),
+               shown(m->text_kl / (double)windows));
 }
 
 static void print_table(const exams *x) {
