@@ -95,7 +95,7 @@ static const char *with(int at, uint64_t x, int n) {
 
 static void fields(void **state) {
     (void)state;
-    static const uint64_t far[] = {0, 1, 5, 1u << 30, 0x7fffffff, 0x80000000, 0xffffffff, (uint64_t)1 << 63, UINT64_MAX};
+    static const uint64_t far[] = {0, 1, 5, 1u << 30, 0x7fffffff, 1u << 31, 0xffffffff, (uint64_t)1 << 63, UINT64_MAX};
     assert_null(with(24, L, 4));
     assert_string_equal(with(8, 2, 4), "written by another format version; make the file again");
     for (int at = 24; at < 40; at += 4) /* sizes: no other fits the length of the file, but one KV head does */

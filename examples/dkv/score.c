@@ -268,6 +268,16 @@ static void lengths_of(const dkv_pattern *p) {
     if (o.T_c < 0 && o.W == p->W && o.S == p->S && o.R == p->R) o.T_c = dkv_max_context(p);
 }
 
+/* Patterns of a list between commas, which is cut into their names. Returns how many. */
+static int load_list(dkv_pattern *p, const char **path, char *list) {
+    int n = 0;
+    for (char *name; (name = strsep(&list, ",")); n++) {
+        if (n == MAX_METHODS) usage("at most %d patterns at a time", MAX_METHODS);
+        load_pattern(&p[n], path[n] = name);
+    }
+    return n;
+}
+
 int command_score(int argc, char **argv) {
     const tool_option options[] = {
         EXAM_OPTIONS(o),
@@ -288,13 +298,9 @@ int command_score(int argc, char **argv) {
     if (!patterns || !*patterns) usage("which patterns? give -p P.dkv,Q.dkv,...");
     if (scores_path && !with_controls) usage("--scores goes with --controls");
     dkv_pattern p[MAX_METHODS];
-    char *list = strdup(patterns), *path[MAX_METHODS];
-    int n = 0;
-    for (char *rest = list, *name; (name = strsep(&rest, ","));) {
-        if (n == MAX_METHODS) usage("at most %d patterns at a time", MAX_METHODS);
-        load_pattern(&p[n], path[n] = name);
-        n++;
-    }
+    const char *path[MAX_METHODS];
+    char *list = strdup(patterns);
+    int n = load_list(p, path, list);
     lengths_of(&p[0]);
     o.split = split ? LM_REPORT : LM_CHOOSE;
     exams x = open_exams(&o);

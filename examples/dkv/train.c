@@ -8,46 +8,12 @@
    from the options and the seed, so a run that goes on from its state ends in the same bits. */
 #define _GNU_SOURCE
 #include "exams.h"
+#include "recipe.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-
-enum { OURS, REFERENCE };
-enum { PER_KV_HEAD, PER_QUERY_HEAD };
-
-/* ---- recipes ------------------------------------------------------------- */
-
-/* How it learns. rate goes linearly to rate_end in stage 2; lambda rises over the first `ramp` steps; the budget falls
-   linearly from `from` to rho over the first `share` of stage 2. */
-typedef struct {
-    int64_t needles, A, B, ramp;            /* steps of stage 1 and stage 2 */
-    double rate, rate_end, lambda, from, share;
-    int gates, budget, by_p;
-} recipe;
-
-static const recipe RECIPES[] = {
-    [OURS] = {8, 4, 56, 4, 0.1, 0.1, 4, 0.6, 0.6, PER_KV_HEAD, DKV_BUDGET_PHYSICAL, 0},
-    [REFERENCE] = {4, 16, 28, 4, 0.01, 0.01, 0.5, 0, 0, PER_QUERY_HEAD, DKV_BUDGET_LOGICAL, 1},
-};
-
-typedef struct {
-    bool through; /* stage 2: straight through an exact budget */
-    double rho, rate, lambda;
-} plan;
-
-/* Step t of stages of A and B steps, t = 0 first. */
-static plan schedule(const recipe *r, int64_t t, double rho) {
-    const double into = (double)(t - r->A) / (double)(r->B > 1 ? r->B - 1 : 1), fall = r->share * (double)r->B;
-    const double from = r->from > rho ? r->from : rho, fallen = t > r->A ? (double)(t - r->A) / fall : 0;
-    plan p = {.through = t >= r->A, .rho = rho, .rate = r->rate};
-    if (fall > 0 && fallen < 1) p.rho = from + (rho - from) * fallen;
-    if (into > 0) p.rate += (r->rate_end - r->rate) * into;
-    p.lambda = r->lambda * fmin(1, (double)(t + 1) / (double)(r->ramp ? r->ramp : 1));
-    return p;
-}
 
 /* ---- options ------------------------------------------------------------- */
 
@@ -99,7 +65,7 @@ static void read_pairs(void) {
 
 /* The recipe, then what other options say of it. */
 static void choose_recipe(const recipe *given) {
-    r = RECIPES[recipe_name];
+    r = recipes[recipe_name];
     if (given->gates >= 0) r.gates = given->gates;
     if (r.gates == PER_KV_HEAD && given->budget == DKV_BUDGET_LOGICAL)
         usage("--gates kv counts cells: its budget is physical");
@@ -192,7 +158,7 @@ static void choose_mask(trainer *t, double rho, report *out) {
 
 static report take_step(trainer *t) {
     const int64_t step = t->state->step, round = step % t->x->o.rounds;
-    const plan p = schedule(&r, step, rhos[t->state->rho]);
+    const step_plan p = schedule(&r, step, rhos[t->state->rho]);
     report out = {0};
     choose_mask(t, p.rho, &out);
     lm_gating g = {t->g, t->x->o.W, t->x->o.S, t->x->o.R, t->a, p.through ? t->open : NULL, (uint64_t)t->x->o.seed,
