@@ -6,24 +6,21 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 /* ---- progress ------------------------------------------------------------ */
 
-double seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 void show_line(const char *format, ...) {
+    struct winsize size = {.ws_col = 0};
+    char line[512];
     if (!isatty(STDERR_FILENO)) return;
     va_list args;
     va_start(args, format);
-    fputs("\r\033[K", stderr);
-    vfprintf(stderr, format, args);
+    vsnprintf(line, sizeof line, format, args);
     va_end(args);
+    ioctl(STDERR_FILENO, TIOCGWINSZ, &size);
+    fprintf(stderr, "\r\033[K%.*s", size.ws_col > 1 ? size.ws_col - 1 : 79, line); /* a wrapped line would stay */
     fflush(stderr);
 }
 
@@ -252,7 +249,7 @@ lm_cache *prefill_context(exams *x, const int32_t *tokens) {
 static void fill_cache(exams *x, int64_t c, int32_t *ids) {
     lm_haystack h;
     if (x->cache[c]) return;
-    show_line("context %lld of %lld", (long long)x->prefilled + 1, (long long)x->contexts);
+    show_line("context %lld of %lld", (long long)c + 1, (long long)x->contexts);
     make_context(x, &h, ids, c);
     x->cache[c] = prefill_context(x, ids);
 }

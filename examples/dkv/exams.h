@@ -89,7 +89,6 @@ uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes); /* FNV-1a; h
 
 /* ---- progress ------------------------------------------------------------ */
 
-double seconds(void);
 /* A line on a terminal's standard error that the next one replaces; "" clears it. Nothing where there is none. */
 __attribute__((format(printf, 1, 2))) void show_line(const char *format, ...);
 const char *hms(double s); /* "1:02:03", "2:03"; valid until the next call but one */

@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 /* ---- errors -------------------------------------------------------------- */
 
@@ -251,7 +252,13 @@ dkv_pattern pattern_of_cells(const dkv_pattern *like, const unsigned char *cells
     return p;
 }
 
-/* ---- output and chance --------------------------------------------------- */
+/* ---- output, time and chance --------------------------------------------- */
+
+double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 void print_json_object(cJSON *o) {
     char *text = cJSON_Print(o);

@@ -106,8 +106,9 @@ bool is_score_file(const char *path); /* by its first bytes */
 /* Fails unless the scores were measured on a model and with bins such as the pattern has. */
 void check_scores_match(const score_table *s, const char *s_path, const dkv_pattern *p, const char *p_path);
 
-/* ---- output and chance --------------------------------------------------- */
+/* ---- output, time and chance --------------------------------------------- */
 
+double seconds(void);                    /* of a clock that only goes forward */
 void print_json_object(struct cJSON *o); /* and frees it */
 double uniform(uint64_t *state);         /* in [0, 1), 53 bits: splitmix64, whose whole state is *state */
 
