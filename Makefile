@@ -95,6 +95,7 @@ $B/test_team: $B/o/llama/team.o
 $B/test_torch: $B/o/dkv/torch.o
 $B/test_control $B/test_scores: $B/o/dkv/control.o $B/o/dkv/scores.o $B/o/dkv/tool.o
 $B/test_recipe: $B/o/dkv/recipe.o
+$B/test_steps: $B/o/dkv/scores.o $B/o/dkv/tool.o
 $B/test_stats: $B/o/dkv/stats.o $B/o/dkv/tool.o
 
 -include bench/bench.mk

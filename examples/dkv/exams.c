@@ -189,22 +189,21 @@ static void share_memory(exams *x) {
     if (x->o.once) x->kept = 0, x->group = room < ONCE ? room : ONCE;
 }
 
-exams open_exams(const exam_options *o) {
-    exams x = {.o = *o};
-    open_model(&x);
-    open_needles(&x);
-    x.D = lm_needles_bins(x.needles);
-    x.per_context = o->per_context;
-    x.per_round = lm_needles_contexts(x.needles) * LM_KINDS * LM_WORDINGS;
-    int64_t round = x.per_round * x.per_context; /* queries */
-    x.contexts = (o->rounds ? o->rounds : (o->queries + round - 1) / round) * x.per_round;
-    x.question = allocate((size_t)(x.contexts * x.per_context), sizeof *x.question);
-    x.bin = allocate((size_t)(x.contexts * x.per_context), sizeof *x.bin);
-    x.cache = allocate((size_t)x.contexts, sizeof *x.cache);
-    make_questions(&x);
-    share_memory(&x);
-    x.opened = seconds();
-    return x;
+void open_exams(exams *x, const exam_options *o) {
+    *x = (exams){.o = *o};
+    open_model(x);
+    open_needles(x);
+    x->D = lm_needles_bins(x->needles);
+    x->per_context = o->per_context;
+    x->per_round = lm_needles_contexts(x->needles) * LM_KINDS * LM_WORDINGS;
+    int64_t round = x->per_round * x->per_context; /* queries */
+    x->contexts = (o->rounds ? o->rounds : (o->queries + round - 1) / round) * x->per_round;
+    x->question = allocate((size_t)(x->contexts * x->per_context), sizeof *x->question);
+    x->bin = allocate((size_t)(x->contexts * x->per_context), sizeof *x->bin);
+    x->cache = allocate((size_t)x->contexts, sizeof *x->cache);
+    make_questions(x);
+    share_memory(x);
+    x->opened = seconds();
 }
 
 void close_exams(exams *x) {

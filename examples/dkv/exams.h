@@ -62,7 +62,7 @@ typedef struct {
    small bins. Fails when T_c is not S + R and whole bins. */
 void find_lengths(exam_options *o, int64_t n_ctx);
 
-exams open_exams(const exam_options *o); /* fails with one line */
+void open_exams(exams *x, const exam_options *o); /* fails with one line; x must not move */
 void close_exams(exams *x);
 
 int kind_of(const exams *x, int64_t context);      /* LM_NUM, LM_WORD */

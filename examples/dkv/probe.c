@@ -91,7 +91,8 @@ int command_probe(int argc, char **argv) {
     if (argc) usage("what is '%s'? see dkv probe --help", argv[0]);
     if (!o.model_path) usage("which model? give -m MODEL.gguf");
     if (!output && !dry_run) usage("where to? give -o S.dks");
-    exams x = open_exams(&o);
+    exams x;
+    open_exams(&x, &o);
     const dkv_shape *s = &lm_get_params(x.m)->shape;
     const int64_t cells = (int64_t)s->L * s->H * x.D, conditions = o.rounds * LM_KINDS * LM_WORDINGS;
     const size_t bytes = sizeof(tally) + (size_t)(cells + x.D) * sizeof(double);

@@ -303,7 +303,8 @@ int command_score(int argc, char **argv) {
     int n = load_list(p, path, list);
     lengths_of(&p[0]);
     o.split = split ? LM_REPORT : LM_CHOOSE;
-    exams x = open_exams(&o);
+    exams x;
+    open_exams(&x, &o);
     methods[DENSE] = (method){.name = "dense", .logical = 1, .physical = 1};
     for (int i = 0; i < n; i++) add_pattern(&x, &p[i], path[i]);
     for (method *m = methods; m < methods + n_methods; m++)

@@ -348,7 +348,8 @@ int command_train(int argc, char **argv) {
     score_table s;
     load_scores(&s, scores_path);
     o.T_c = s.T_c, o.W = s.W, o.S = s.S, o.R = s.R;
-    exams x = open_exams(&o);
+    exams x;
+    open_exams(&x, &o);
     check_scores(&s, &x);
     trainer t = open_trainer(&x, &s);
     if (resume && !dry_run) read_state(resume, t.config, t.state, t.state_bytes);
