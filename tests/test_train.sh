@@ -41,7 +41,6 @@ for command in probe train score; do
 done
 refused "probe: no output" 2 "where to" "$DKV" probe -m x
 refused "probe: no such model" 1 "$t/none" "$DKV" probe -m "$t/none" -o "$t/x"
-refused "train: no scores" 2 "which scores" "$DKV" train -m x
 refused "train: no budget" 2 "how much" "$DKV" train -m x -s x
 refused "train: no output" 2 "where to" "$DKV" train -m x -s x --rho 0.2
 wrong() { name=$1 status=$2 text=$3; shift 3; refused "train: $name" $status "$text" "$DKV" train -m x -s x -o x "$@"; }
@@ -51,6 +50,7 @@ wrong "one number of steps" 2 "--steps must be A,B" --rho 0.2 --steps 5
 wrong "annealing" 2 "--anneal must be FROM,SHARE" --rho 0.2 --anneal 0.6,1.5
 wrong "cells under a logical budget" 2 "--gates kv counts cells" --rho 0.2 --gates kv --budget logical
 wrong "a pause without a state" 2 "--pause-after needs --resume" --rho 0.2 --pause-after 3
+wrong "lengths beside scores" 2 "leave --ctx" --rho 0.2 --ctx 480
 wrong "no scores there" 1 "cannot read x" --rho 0.2
 refused "score: no patterns" 2 "which patterns" "$DKV" score -m x
 refused "score: no such pattern" 1 "cannot read x" "$DKV" score -m x -p x
@@ -141,6 +141,9 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     refused "train: a cut state" 1 "remove it to start anew" train --rho 0.5,0.25 -o "$t/x" --resume "$t/cut"
     refused "train: a state that is none" 1 "is not the state" train --rho 0.25 -o "$t/x" --resume README.md
 
+    holds "train: without scores" "$DKV" train -m "$M" --ctx 480 --bin-width 96 --sink 32 --recent 64 --needles 2 \
+        --steps 1,1 --rounds 1 --rho 0.25 -o "$t/blind.dkv"
+    equal "train: which has bins as told" "$(about "$t/blind.dkv" cells bins bin_width sink recent)" "4 4 96 32 64"
     holds "train: the reference recipe" train --recipe reference --rho 0.25 -o "$t/ref.dkv"
     equal "train: which is logical" "$(about "$t/ref.dkv" budget ones rho tool)" \
         "logical 8 0.25 $("$DKV" --version) train --recipe reference"

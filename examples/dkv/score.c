@@ -23,7 +23,7 @@ typedef struct {
     unsigned char *cells;     /* [L][Hkv][D], NULL: dense */
     lm_gating gating;
     int64_t n_cells;          /* kept */
-    double logical, physical; /* at T_c */
+    double logical, physical, total; /* at T_c; total: with sink and recent */
     lm_grade_result *grade;   /* [questions] */
     double text_loss[MAX_WINDOWS], text_kl;
 } method;
@@ -39,6 +39,7 @@ static int n_methods = 1;
 static int64_t windows, window;
 
 static const char NOTES[] =
+    "physical    kept share of KV rows between sink and recent; total: with both, what memory follows\n"
     "exact       all value tokens of a question are the likeliest ones: greedy decoding would give the value\n"
     "loss        mean cross-entropy of the value's tokens, by question\n"
     "to dense    the paired difference of losses, with a 95 % interval: 10,000 resamples of whole contexts\n"
@@ -65,7 +66,7 @@ static void measure_method(method *m, const dkv_pattern *p, int64_t T_c, const c
     dkv_stats s;
     dkv_result r = dkv_dry_run(&s, p, T_c, DKV_BEYOND_ERROR);
     if (r) fail("%s reaches %lld tokens, not %lld; lower --ctx", path, (long long)dkv_max_context(p), (long long)T_c);
-    m->logical = s.logical, m->physical = s.physical, m->n_cells = count_cells(p);
+    m->logical = s.logical, m->physical = s.physical, m->total = s.physical_total, m->n_cells = count_cells(p);
 }
 
 static void add_control(const dkv_pattern *p, int kind, const score_table *s, const char *path, int64_t T_c) {
@@ -180,10 +181,11 @@ enum { NAME = 34 }; /* columns */
 static double shown(double x) { return fabs(x) < 0.0005 ? 0 : x; }
 
 static void print_rows(const exams *x, int kind) {
-    printf("\n%-*s  physical  exact (95 %%)             loss   to dense (95 %%)              KL\n", NAME, KINDS[kind]);
+    printf("\n%-*s  physical  total  exact (95 %%)             loss   to dense (95 %%)              KL\n", NAME,
+           KINDS[kind]);
     for (const method *m = methods; m < methods + n_methods; m++) {
         const summary s = sum_up(x, m, kind);
-        printf("%-*s  %8.3f  %5.3f (%5.3f..%5.3f)  %7.3f", NAME, m->name, m->physical,
+        printf("%-*s  %8.3f  %5.3f  %5.3f (%5.3f..%5.3f)  %7.3f", NAME, m->name, m->physical, m->total,
                (double)s.exact / (double)s.n, s.exact_in.low, s.exact_in.high, s.loss);
         if (m > methods)
             printf("  %+7.3f (%+7.3f..%+7.3f)  %6.3f", shown(s.difference), shown(s.difference_in.low),
@@ -193,10 +195,10 @@ static void print_rows(const exams *x, int kind) {
 }
 
 static void print_text_rows(void) {
-    printf("\n%-*s  physical  perplexity      KL   (%lld windows of %lld tokens)\n", NAME, base_name(text_path),
+    printf("\n%-*s  physical  total  perplexity      KL   (%lld windows of %lld tokens)\n", NAME, base_name(text_path),
            (long long)windows, (long long)window);
     for (const method *m = methods; m < methods + n_methods; m++)
-        printf("%-*s  %8.3f  %10.3f  %6.3f\n", NAME, m->name, m->physical, perplexity(m),
+        printf("%-*s  %8.3f  %5.3f  %10.3f  %6.3f\n", NAME, m->name, m->physical, m->total, perplexity(m),
                shown(m->text_kl / (double)windows));
 }
 
@@ -232,6 +234,7 @@ static cJSON *method_json(const exams *x, const method *m) {
     if (m->cells) cJSON_AddNumberToObject(out, "cells", (double)m->n_cells);
     cJSON_AddNumberToObject(out, "logical_ratio", m->logical);
     cJSON_AddNumberToObject(out, "physical_ratio", m->physical);
+    cJSON_AddNumberToObject(out, "physical_ratio_total", m->total);
     for (int k = 0; k < 3; k++) {
         summary s = sum_up(x, m, ORDER[k]);
         cJSON_AddItemToObject(out, KINDS[ORDER[k]], summary_json(&s));
@@ -305,7 +308,7 @@ int command_score(int argc, char **argv) {
     o.split = split ? LM_REPORT : LM_CHOOSE;
     exams x;
     open_exams(&x, &o);
-    methods[DENSE] = (method){.name = "dense", .logical = 1, .physical = 1};
+    methods[DENSE] = (method){.name = "dense", .logical = 1, .physical = 1, .total = 1};
     for (int i = 0; i < n; i++) add_pattern(&x, &p[i], path[i]);
     for (method *m = methods; m < methods + n_methods; m++)
         m->grade = allocate((size_t)(x.contexts * x.per_context), sizeof *m->grade);

@@ -19,7 +19,7 @@
 
 enum { MAX_RHOS = 32 };
 
-static exam_options o = {.rounds = 4, .split = LM_TRAIN};
+static exam_options o = {.T_c = -1, .W = -1, .S = -1, .R = -1, .rounds = 4, .split = LM_TRAIN};
 static recipe r;
 static int recipe_name = OURS;
 static double rhos[MAX_RHOS];
@@ -27,19 +27,20 @@ static int64_t n_rhos, pause_after;
 static const char *scores_path, *output, *resume, *rho_list, *steps, *anneal;
 static bool head_only, verbose, json, dry_run;
 
-static const char SYNOPSIS[] = "dkv train -m MODEL.gguf -s S.dks --rho RATIO -o P.dkv [options]";
+static const char SYNOPSIS[] = "dkv train -m MODEL.gguf [-s S.dks] --rho RATIO -o P.dkv [options]";
 
 static const char NOTES[] =
     "recipes     ours        one gate per KV head, a budget in cells that falls from 0.6; 4 + 56 steps, lr 0.1,\n"
     "                        lambda 4, 8 needles in a context\n"
     "            reference   the paper's: one gate per query head, a logical budget; 16 + 28 steps, lr 0.01,\n"
     "                        lambda 0.5, 4 needles\n"
-    "Other options change one thing of the recipe. Lengths and bins are those of the scores. With several --rho,\n"
-    "stage 2 starts from the end of stage 1 for each, and P.dkv becomes P-RHO.dkv.\n"
+    "Other options change one thing of the recipe. Lengths and bins are those of the scores; without scores all gates\n"
+    "start alike, and --ctx, --bin-width, --sink and --recent are as in dkv probe. With several --rho, stage 2 starts\n"
+    "from the end of stage 1 for each, and P.dkv becomes P-RHO.dkv.\n"
     "--resume FILE writes the state there after every step and goes on from it: the same pattern, bit for bit.\n"
     "--json prints a line per step: step, stage, rho, loss, expected (share kept, of relaxed gates), logical and\n"
     "physical (of the mask), churn (share of its bits that were not in the last one), exact (share of questions\n"
-    "answered exactly).\n";
+    "answered exactly), norm (of the gradient, before clipping).\n";
 
 static void read_rhos(void) {
     const char *c = rho_list;
@@ -81,7 +82,8 @@ static void choose_recipe(const recipe *given) {
 
 static void check_arguments(const recipe *given) {
     if (!o.model_path) usage("which model? give -m MODEL.gguf");
-    if (!scores_path) usage("which scores? give -s S.dks (dkv probe makes them)");
+    if (scores_path && (o.T_c >= 0 || o.W >= 0 || o.S >= 0 || o.R >= 0))
+        usage("the scores say what lengths are; leave --ctx, --bin-width, --sink and --recent out");
     if (!rho_list) usage("how much may stay? give --rho RATIO");
     if (!output && !dry_run) usage("where to? give -o P.dkv");
     if (pause_after && !resume) usage("--pause-after needs --resume FILE to go on from");
@@ -112,7 +114,7 @@ typedef struct {
 } trainer;
 
 typedef struct {
-    double loss, expected, logical, physical, churn, exact;
+    double loss, expected, logical, physical, churn, exact, norm;
     int64_t questions;
 } report;
 
@@ -170,7 +172,7 @@ static report take_step(trainer *t) {
 
     memset(t->dx, 0, (size_t)t->n * sizeof *t->dx);
     for (int64_t i = 0; i < t->n_gates; i++) t->dx[i / t->spread] += t->da[i];
-    dkv_gates_clip(t->dx, t->n);
+    out.norm = dkv_gates_clip(t->dx, t->n);
     dkv_gates_adamw(now(t), now(t) + t->n, now(t) + 2 * t->n, t->dx, t->n, step + 1, p.rate);
     t->state->step++;
     if (t->state->step == r.A) memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->dx);
@@ -230,8 +232,13 @@ static void close_trainer(trainer *t) {
     free(t->state);
 }
 
-static void check_scores(const score_table *s, const exams *x) {
+/* Of no scores file: zeros. */
+static void check_scores(score_table *s, const exams *x) {
     const dkv_shape *m = &lm_get_params(x->m)->shape;
+    if (!scores_path) {
+        *s = (score_table){.L = m->L, .H = m->H, .Hkv = m->Hkv, .D = (int32_t)x->D};
+        s->score = allocate((size_t)m->L * (size_t)m->H, (size_t)x->D * sizeof *s->score);
+    }
     if (s->L != m->L || s->H != m->H || s->Hkv != m->Hkv)
         fail("%s is of a model with %d layers of %d and %d heads; this one has %d of %d and %d", scores_path, s->L,
              s->H, s->Hkv, m->L, m->H, m->Hkv);
@@ -256,8 +263,8 @@ static void tell_step(const trainer *t, const report *x) {
              x->exact, x->expected, x->logical, x->physical, x->churn, t->seconds / (double)t->steps);
     if (json)
         printf("{\"step\":%lld,\"stage\":%d,\"rho\":%.17g,\"loss\":%.17g,\"expected\":%.9g,\"logical\":%.9g,"
-               "\"physical\":%.9g,\"churn\":%.9g,\"exact\":%.9g}\n", (long long)step, stage, rho, x->loss, x->expected,
-               x->logical, x->physical, x->churn, x->exact);
+               "\"physical\":%.9g,\"churn\":%.9g,\"exact\":%.9g,\"norm\":%.9g}\n", (long long)step, stage, rho, x->loss,
+               x->expected, x->logical, x->physical, x->churn, x->exact, x->norm);
     if (json) fflush(stdout);
     if (verbose) show_line("%s", ""), fprintf(stderr, "%s\n", line);
     show_line("%s, %s left", line, hms(seconds_left(t)));
@@ -321,6 +328,7 @@ int command_train(int argc, char **argv) {
     recipe given = {.ramp = -1, .rate_end = -1, .lambda = -1, .gates = -1, .budget = -1};
     const tool_option options[] = {
         EXAM_OPTIONS(o),
+        LENGTH_OPTIONS(o),
         {'s', "scores", "S.dks", OPT_TEXT, &scores_path, 0, 0, "retrieval scores of dkv probe"},
         {'o', "output", "P.dkv", OPT_TEXT, &output, 0, 0, "the pattern file to write"},
         {0, "rho", "RATIO,...", OPT_TEXT, &rho_list, 0, 0, "what may stay; of several, a pattern each"},
@@ -345,9 +353,11 @@ int command_train(int argc, char **argv) {
     argv = parse_options(&argc, argv, options, SYNOPSIS, NOTES);
     if (argc) usage("what is '%s'? see dkv train --help", argv[0]);
     check_arguments(&given);
-    score_table s;
-    load_scores(&s, scores_path);
-    o.T_c = s.T_c, o.W = s.W, o.S = s.S, o.R = s.R;
+    score_table s = {0};
+    if (scores_path) {
+        load_scores(&s, scores_path);
+        o.T_c = s.T_c, o.W = s.W, o.S = s.S, o.R = s.R;
+    }
     exams x;
     open_exams(&x, &o);
     check_scores(&s, &x);
