@@ -505,8 +505,8 @@ static void ranks_of_sources(void) {
                 oracle_question(w->m, &w->dense[i], q, &(oracle_gating){.score = score});
                 for (int c = 0; c < L * H; c++) {
                     double want = 0, close = 0;
-                    for (int64_t r = q->first - 1; r < q->n - 1; r++) {
-                        double one = oracle_hit(score[r][c / H][c % H], w->T_c[i] + r + 1, q->source + r + 1 - q->first);
+                    for (int64_t r = q->first - 1, source = q->source; r < q->n - 1; r++, source++) {
+                        double one = oracle_hit(score[r][c / H][c % H], w->T_c[i] + r + 1, source);
                         want += fmax(0, one), close += one < 0;
                     }
                     AT("question %d, layer %d, head %d", k, c / H, c % H);

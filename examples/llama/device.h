@@ -164,7 +164,8 @@ struct lm_device {
            context       layer l of a cache that keeps all, for gated
            gated         a batch of suffixes whose outs lie one behind the other, [a->n][H][d] f32; a->o = these
            gated_back    its gradients
-           score         rank <- dkv_score
+           score         rank[sum of N_q][H] <- dkv_score of n questions about one context, one behind the other;
+                         source is the host's
            pick          y[n][E] = x[index[n]]
            logits_some   y[n][V] = norm[n][E] W^T
            judge         mark[n] of logits[n][V], and unless scale is NULL, logits <- scale * d loss / d logits;
@@ -186,7 +187,7 @@ struct lm_device {
     dkv_segment (*context)(const lm_cache *c, int l);
     bool (*gated)(lm_model *m, const lm_activations *a, const dkv_gated *c, int64_t n);
     bool (*gated_back)(lm_model *m, const dkv_gated *c, int64_t n);
-    bool (*score)(lm_model *m, int64_t *rank, const dkv_attention *a, const int64_t *source);
+    bool (*score)(lm_model *m, int64_t *rank, const dkv_attention *a, int64_t n, const int64_t *source);
     bool (*pick)(lm_model *m, float *y, const float *x, const int32_t *index, int64_t n);
     bool (*logits_some)(lm_model *m, float *y, const void *norm, int64_t n);
     bool (*judge)(lm_model *m, lm_mark *mark, float *logits, const int32_t *target, const float *scale,

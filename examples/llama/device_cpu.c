@@ -596,12 +596,14 @@ static bool gated(lm_model *m, const lm_activations *a, const dkv_gated *c, int6
 
 static bool gated_back(lm_model *m, const dkv_gated *c, int64_t n) { return gated_pass(m, c, n, dkv_gated_backward); }
 
-static bool score(lm_model *m, int64_t *rank, const dkv_attention *a, const int64_t *source) {
+static bool score(lm_model *m, int64_t *rank, const dkv_attention *a, int64_t n, const int64_t *source) {
     const cpu *own = m->own;
     const dkv_parallel threads = {run_threads, NULL, m->threads};
     size_t bytes = 0;
-    return attended(m, dkv_score_size(&bytes, a, m->threads)) && need_workspace(m, bytes) &&
-           attended(m, dkv_score(rank, a, source, own->workspace, own->workspace_bytes, &threads));
+    for (const dkv_attention *end = a + n; a < end; rank += a->N_q * a->H, source += a->N_q, a++)
+        if (!attended(m, dkv_score_size(&bytes, a, m->threads)) || !need_workspace(m, bytes) ||
+            !attended(m, dkv_score(rank, a, source, own->workspace, own->workspace_bytes, &threads))) return false;
+    return true;
 }
 
 static bool pick(lm_model *m, float *y, const float *x, const int32_t *index, int64_t n) {

@@ -27,6 +27,7 @@ typedef struct {
     const lm_exam **exam;   /* [pieces] */
     dkv_suffix *suffix;     /* [n], of the layer at hand; gated [pieces], too */
     dkv_gated *gated;
+    dkv_attention *ask;     /* [n] */
     int64_t *rank;          /* [rows][H] */
 } chunk;
 
@@ -41,7 +42,7 @@ typedef struct {
     float *q;               /* [rows][H + 2 Hkv][d], unless qkv has it */
     void *o;                /* [rows][H][d] element, unless out is it */
     int32_t *token, *index, *target;
-    int64_t *pos, *source, *rank;
+    int64_t *pos, *rank;
     float *scale, *picked, *logits; /* [values], [LOGIT_ROWS][E], [LOGIT_ROWS][V] */
     lm_mark *mark;          /* [values] */
     float *dx, *d_norm;     /* [rows][E] */
@@ -105,7 +106,7 @@ static void place_chunk(arena *m, chunk *h, int64_t rows, int64_t H) {
     h->pos = take(m, rows, sizeof *h->pos), h->source = take(m, rows, sizeof *h->source);
     h->scale = take(m, rows, sizeof *h->scale), h->exam = take(m, rows, sizeof *h->exam);
     h->suffix = take(m, rows, sizeof *h->suffix), h->gated = take(m, rows, sizeof *h->gated);
-    h->rank = take(m, rows * H, sizeof *h->rank);
+    h->ask = take(m, rows, sizeof *h->ask), h->rank = take(m, rows * H, sizeof *h->rank);
 }
 
 static int64_t head_floats(const lm_model *m) { return m->p.shape.H * (int64_t)m->p.shape.d_k; }
@@ -132,7 +133,6 @@ static void place_layer(arena *m, const call *c, board *b) {
     b->a.norm = take(m, n, p->E * e), b->a.act = take(m, n, p->F * e);
     b->q = take(m, apart, row_floats(c->m) * f32), b->o = take(m, apart, head_floats(c->m) * e);
     b->token = take(m, n, sizeof *b->token), b->pos = take(m, n, sizeof *b->pos);
-    b->source = take(m, c->why == RANK ? n : 0, sizeof *b->source);
     b->rank = take(m, c->why == RANK ? n : 0, p->shape.H * (int64_t)sizeof *b->rank);
 }
 
@@ -383,24 +383,36 @@ static bool add_into(const call *c, float *y, const float *x, const lm_weight *w
     return (y == x || c->d->copy(c->m, y, x, bytes)) && c->d->matmul_add(c->m, &c->b.a, y, w, from, n);
 }
 
-/* Ranks of the sources in layer l; hits of the call's question i are added to its hits. */
+/* The questions of a piece about layer l as plain attention. */
+static int64_t ask(const chunk *h, const dkv_gated *piece, int64_t *rows) {
+    const int64_t first = piece->suffix - h->suffix;
+    *rows = 0;
+    for (int64_t i = first; i < first + piece->n_suffix; i++) {
+        const dkv_suffix *x = &h->suffix[i];
+        h->ask[i] = (dkv_attention){.H = piece->H, .Hkv = piece->Hkv, .d_k = piece->d_k, .d_v = piece->d_v,
+                                    .N_q = x->N_q, .q = x->q, .context = piece->context,
+                                    .tail = dkv_strided(x->k, x->v, x->N_q)};
+        *rows += x->N_q;
+    }
+    return first;
+}
+
+/* Ranks of the sources in layer l, and how many of a question's are among the first. */
 static bool count_hits(const call *c, const chunk *h, int l) {
-    const dkv_shape *s = &c->m->p.shape;
-    const dkv_suffix *x = h->suffix;
-    for (int64_t i = 0, row = 0; i < h->n; row += x[i++].N_q) {
-        const dkv_attention a = {.H = s->H, .Hkv = s->Hkv, .d_k = s->d_k, .d_v = s->d_v, .N_q = x[i].N_q, .q = x[i].q,
-                                 .context = c->d->context(h->items[i].exam->context, l),
-                                 .tail = dkv_strided(x[i].k, x[i].v, x[i].N_q)};
-        if (!c->d->score(c->m, c->b.rank + row * s->H, &a, c->b.source + row)) return false;
+    const int64_t H = c->m->p.shape.H;
+    int64_t row = 0, rows;
+    for (const dkv_gated *piece = h->gated; piece < h->gated + h->pieces; piece++, row += rows) {
+        const dkv_attention *a = h->ask + ask(h, piece, &rows);
+        if (!c->d->score(c->m, c->b.rank + row * H, a, piece->n_suffix, h->source + row)) return false;
     }
     double now;
-    if (!c->d->copy(c->m, h->rank, c->b.rank, (size_t)(h->rows * s->H) * sizeof *h->rank) || !c->d->wait(c->m, &now))
+    if (!c->d->copy(c->m, h->rank, c->b.rank, (size_t)(h->rows * H) * sizeof *h->rank) || !c->d->wait(c->m, &now))
         return false;
     const int64_t *rank = h->rank;
     for (const item *it = h->items; it < h->items + h->n; it++) {
-        float *hits = c->hits + ((it - c->items) * s->L + l) * s->H;
-        for (int64_t i = 0; i < it->question->n * s->H; i++, rank++) hits[i % s->H] += *rank >= 0 && *rank < TOP;
-        for (int64_t i = 0; i < s->H; i++) hits[i] /= (float)(it->question->n - it->question->first);
+        float *hits = c->hits + ((it - c->items) * c->m->p.shape.L + l) * H;
+        for (int64_t i = 0; i < it->question->n * H; i++, rank++) hits[i % H] += *rank >= 0 && *rank < TOP;
+        for (int64_t i = 0; i < H; i++) hits[i] /= (float)(it->question->n - it->question->first);
     }
     return true;
 }
@@ -423,7 +435,6 @@ static bool up(call *c, chunk *h) {
     a->n_all = a->n = h->rows, a->x = c->b.x;
     if (!c->d->copy(c->m, c->b.token, h->token, (size_t)h->rows * sizeof *h->token) ||
         !c->d->copy(c->m, c->b.pos, h->pos, (size_t)h->rows * sizeof *h->pos) ||
-        (c->why == RANK && !c->d->copy(c->m, c->b.source, h->source, (size_t)h->rows * sizeof *h->source)) ||
         !c->d->start(c->m, a, c->b.token, c->b.pos) || !draw_gates(c, h)) return false;
     for (int l = 0; l < c->m->p.shape.L; l++)
         if (!layer_up(c, h, l)) return false;
