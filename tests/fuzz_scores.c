@@ -1,4 +1,4 @@
-/* libFuzzer target: score files as raw bytes, and a valid file with edits under a CRC that is right. What is accepted is
+/* libFuzzer target: score files as raw bytes, and a valid file with edits under a right CRC. What is accepted is
    written back in the same bytes. */
 #define _GNU_SOURCE
 #include "fuzz.h"
