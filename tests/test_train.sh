@@ -161,14 +161,16 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     # ---- score
     score() { "$DKV" score -m "$M" --needles 2 -n 20 "$@"; }
     "$DKV" pattern --kind full --like "$t/p.dkv" -o "$t/full.dkv"
-    holds "score" score -p "$t/p.dkv,$t/full.dkv" --controls --scores "$t/s.dks" --text README.md
+    head -c 1500 README.md > "$t/text"
+    holds "score" score -p "$t/p.dkv,$t/full.dkv" --controls --scores "$t/s.dks" --text "$t/text"
     cp "$t/out" "$t/table"
-    equal "score: a row each, all, num, word and perplexity" "$(grep -c '^p.dkv ' "$t/table")" 32
+    equal "score: a row each, all, num, word and perplexity" "$(grep -c '^p.dkv ' "$t/table")" 39
+    equal "score: controls beside their patterns" "$(sed -n 's/^\(.*\) random .* \(.*dkv\)$/\1 \2/p' "$t/table" | xargs)" "p.dkv p.dkv full.dkv full.dkv"
     holds "score: everything kept is dense" sh -c \
         "grep '^full.dkv  ' '$t/table' | head -3 | grep -c '+0.000 ( *+0.000.. *+0.000)  *0.000' | grep -qx 3"
     score -p "$t/p.dkv" --json > "$t/j"
     equal "score: methods" "$(sed -n 's/.*"name":[[:space:]]*"\(.*\)",/\1/p' "$t/j" | xargs)" "dense p.dkv"
-    equal "score: questions" "$(key "$t/j" questions | xargs)" "32 32 16 16 32 16 16"
+    equal "score: questions" "$(key "$t/j" questions | xargs)" "32 32 16 16 8 8 16 32 16 16 8 8 16"
     equal "score: lengths of the pattern" "$(key "$t/j" context_tokens)" 480
     score -p "$t/p.dkv" --json > "$t/j2"
     holds "score: the same again" cmp "$t/j" "$t/j2"
