@@ -5,7 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { ENDS = 4 }; /* bins that near and far stand for, each */
+/* Bins that near and far stand for, each: they do not overlap but where there is one. */
+static int64_t ends_of(const score_table *s) { return s->D >= 8 ? 4 : s->D > 1 ? s->D / 2 : 1; }
 
 typedef struct {
     const float *S;         /* [D] */
@@ -15,7 +16,7 @@ typedef struct {
 } head_scores;
 
 static head_scores look_at(const score_table *s, int64_t i) {
-    const int64_t D = s->D, n = D < ENDS ? D : ENDS;
+    const int64_t D = s->D, n = ends_of(s);
     head_scores x = {.S = s->score + i * D, .l = (int)(i / s->H), .h = (int)(i % s->H)};
     for (int64_t b = 0; b < D; b++)
         if (b == 0 || (double)x.S[b] > x.top) x.top = (double)x.S[b], x.peak = b;
@@ -60,7 +61,7 @@ static void write_pair(FILE *out, const head_scores *head, int64_t n, const scor
 }
 
 static void write_ends(FILE *out, const head_scores *head, int64_t n) {
-    double most = 0.01;
+    double most = 0.1;
     fputs("$ends << EOD\n", out);
     for (const head_scores *x = head; x < head + n; x++) {
         fprintf(out, "%.5f %.5f\n", x->near, x->far);
@@ -127,7 +128,7 @@ void draw_scores(FILE *out, const score_table *s) {
     write_ends(out, head, n);
     free(head);
     fprintf(out, "near = %lld; width = %lld; far = %lld; heads = %lld; ends = %d\n", (long long)s->R, (long long)s->W,
-            (long long)(s->T_c - s->S), (long long)n, s->D < ENDS ? s->D : ENDS);
+            (long long)(s->T_c - s->S), (long long)n, (int)ends_of(s));
     write_title(out, s->model, s->L, s->H, s->Hkv, s->D, s->W);
     fprintf(out, "detail = \"retrieval score: share of value tokens among a head's 5 highest; "
                  "it reaches 0.1 in some bin for %lld of %lld heads\"\n", (long long)found, (long long)n);
