@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 /* ---- progress ------------------------------------------------------------ */
@@ -153,6 +154,14 @@ static void make_questions(exams *x) {
 
 enum { ONCE = 16 }; /* contexts in a batch: some thousand tokens of questions */
 
+static uint64_t hash_run(const exams *x) {
+    struct stat file = {0};
+    const lm_params *p = lm_get_params(x->m);
+    stat(x->o.model_path, &file);
+    const int64_t facts[] = {p->shape.L, p->shape.H, p->shape.Hkv, p->shape.d_k, p->E, p->F, p->V, file.st_size};
+    return hash_bytes(hash_bytes(x->data_hash, x->name, sizeof x->name), facts, sizeof facts);
+}
+
 /* ---- opening ------------------------------------------------------------- */
 
 static void open_model(exams *x) {
@@ -202,6 +211,7 @@ void open_exams(exams *x, const exam_options *o) {
     x->bin = allocate((size_t)(x->contexts * x->per_context), sizeof *x->bin);
     x->cache = allocate((size_t)x->contexts, sizeof *x->cache);
     make_questions(x);
+    x->run_hash = hash_run(x);
     share_memory(x);
     x->opened = seconds();
 }

@@ -36,6 +36,7 @@ typedef struct {
     int64_t *bin;              /* the same: which bin each asks about */
     int64_t value_tokens, suffix_tokens; /* of all questions together */
     uint64_t data_hash;        /* of all contexts and questions */
+    uint64_t run_hash;         /* and of which model file it is, by name, shape and size: for states */
     lm_cache **cache;          /* [contexts], NULL: not prefilled, or not kept */
     int64_t kept, group;       /* contexts 0 .. kept - 1 stay; of the others, so many exist at a time */
     int64_t prefilled;         /* contexts so far */

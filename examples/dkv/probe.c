@@ -98,13 +98,13 @@ int command_probe(int argc, char **argv) {
     const size_t bytes = sizeof(tally) + (size_t)(cells + x.D) * sizeof(double);
     tally *t = allocate(1, bytes);
     t->cells = cells;
-    if (resume && !dry_run) read_state(resume, x.data_hash, t, bytes);
+    if (resume && !dry_run) read_state(resume, x.run_hash, t, bytes);
     const int64_t before = t->done, left = (conditions - before) * x.per_round / (LM_KINDS * LM_WORDINGS);
     if (dry_run || isatty(STDERR_FILENO)) say_cost(&x, "probe", left, left * x.per_context, 1);
     const double start = seconds();
     while (!dry_run && t->done < conditions) {
         take_condition(&x, t);
-        if (resume) write_state(resume, x.data_hash, t, bytes);
+        if (resume) write_state(resume, x.run_hash, t, bytes);
         show_line("probe: %lld of %lld conditions, %s left", (long long)t->done, (long long)conditions,
                   hms((seconds() - start) / (double)(t->done - before) * (double)(conditions - t->done)));
     }

@@ -201,7 +201,7 @@ static uint64_t hash_config(const trainer *t, const score_table *s) {
     const double all[] = {(double)r.A, (double)r.B, (double)r.ramp, r.rate, r.rate_end, r.lambda, r.from, r.share,
                           r.gates, r.budget, r.by_p, head_only, (double)o.rounds, (double)o.seed, o.place,
                           (double)t->x->kept, (double)t->x->group};
-    uint64_t hash = hash_bytes(t->x->data_hash, all, sizeof all);
+    uint64_t hash = hash_bytes(t->x->run_hash, all, sizeof all);
     hash = hash_bytes(hash, rhos, (size_t)n_rhos * sizeof *rhos);
     return hash_bytes(hash, s->score, (size_t)t->bits * sizeof *s->score);
 }
