@@ -133,7 +133,6 @@ static void make_question(exams *x, const lm_haystack *h, int64_t i, int64_t at,
     q->source = h->needle[i].source;
     q->weight = weight[h->needle[i].bin];
     x->bin[at] = h->needle[i].bin;
-    x->value_tokens += q->n - q->first;
     x->suffix_tokens += q->n;
     x->data_hash = hash_bytes(x->data_hash, q->tokens, (size_t)q->n * sizeof *q->tokens);
 }
@@ -151,8 +150,6 @@ static void make_questions(exams *x) {
     free(weight);
     free(ids);
 }
-
-enum { ONCE = 16 }; /* contexts in a batch: some thousand tokens of questions */
 
 static uint64_t hash_run(const exams *x) {
     struct stat file = {0};
@@ -184,6 +181,8 @@ static void open_needles(exams *x) {
     try(lm_needles_open(&x->needles, x->tokenizer, &x->chat, &n, err, sizeof err), err);
     free(filler);
 }
+
+enum { ONCE = 16 }; /* contexts in a batch: some thousand tokens of questions */
 
 /* As many caches as memory holds: the first contexts keep theirs, and a quarter of the room is for the others in turn,
    so that a batch is large. Where contexts come only once, none stays. Sizes follow from the options alone: so do

@@ -34,7 +34,7 @@ typedef struct {
     int64_t D, per_round, contexts, per_context; /* contexts of all rounds */
     lm_question *question;     /* [contexts][per_context] */
     int64_t *bin;              /* the same: which bin each asks about */
-    int64_t value_tokens, suffix_tokens; /* of all questions together */
+    int64_t suffix_tokens;     /* of all questions together */
     uint64_t data_hash;        /* of all contexts and questions */
     uint64_t run_hash;         /* and of which model file it is, by name, shape and size: for states */
     lm_cache **cache;          /* [contexts], NULL: not prefilled, or not kept */
