@@ -1,9 +1,9 @@
 /* device.h: what model.c, load.c and the devices share.
 
-   The layers' loop exists once, in model.c. What differs between processors is this table of the operations that a
-   layer is made of: device_cpu.c computes in f32 over the weights as the file has them, device_cuda.cu in bf16 with
-   sums in f32. Between two operations a device may keep anything in any form of its own; the residual stream x, the
-   rotation's table and the outputs of products are f32 everywhere.
+   The layers' loop exists once, in model.c, and once more, there and back, in learn.c. What differs between processors
+   is this table of the operations that a layer is made of: device_cpu.c computes in f32 over the weights as the file
+   has them, device_cuda.cu in bf16 with sums in f32. Between two operations a device may keep anything in any form of
+   its own; the residual stream x, the rotation's table, the outputs of products and all gradients are f32 everywhere.
 
    Every operation returns false after lm_explain said why. Those of a GPU only enqueue, so that all that stands between
    two calls of wait can be captured and replayed. */

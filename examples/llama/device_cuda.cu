@@ -3,7 +3,7 @@
    K, V and q are rounded once, to the 16 bits of the cache's tail, where they are rotated. One token multiplies by
    matvec_kernel, more by cuBLAS; attention, appending and packing are distance_kv_cuda.cu's. Everything runs on one
    stream, so a token's whole step, from its id to its logits, is captured once per cache and replayed: position, token
-   and the tail's length lie on the device. */
+   and the tail's length lie on the device. Gradients are f32, and rounded where they are multiplied by weights. */
 #include "device.h"
 
 #include <cublas_v2.h>
