@@ -93,6 +93,10 @@ $B/test_%: tests/test_%.c $(if $(filter tsan,$(config)),,$(LLAMA)) $B/dkv.o | bu
 
 $B/test_team: $B/o/llama/team.o
 $B/test_torch: $B/o/dkv/torch.o
+$B/test_control $B/test_scores: $B/o/dkv/control.o $B/o/dkv/scores.o $B/o/dkv/tool.o
+$B/test_recipe: $B/o/dkv/recipe.o
+$B/test_steps: $B/o/dkv/scores.o $B/o/dkv/tool.o
+$B/test_stats: $B/o/dkv/stats.o $B/o/dkv/tool.o
 
 -include bench/bench.mk
 -include $(wildcard $B/*.d $B/o/*/*.d)
@@ -106,7 +110,7 @@ run: build/dkv $(MODEL)
 # The model's own weights are tested in release only: sanitized, they take minutes and find nothing more.
 test: $(if $(filter tsan,$(config)),$(TSAN),$(TESTS) $B/dkv $B/minimal $B/llama2c $(if $(filter release,$(config)),$(MODEL)))
 	@MODEL=$(if $(filter release,$(config)),$(MODEL),none) DKV=$B/dkv LLAMA2C=$B/llama2c sh tests/run.sh $(if $(filter tsan,$(config)),$(TSAN),$(TESTS) \
-	    $(if $(filter release,$(config)),tests/test_tool.sh tests/test_readme.sh tests/compile/check.sh))
+	    $(if $(filter release,$(config)),tests/test_tool.sh tests/test_train.sh tests/test_readme.sh tests/compile/check.sh))
 
 fuzz: $(FUZZ)
 	@for f in $(FUZZ); do echo "$$f"; mkdir -p $$f.corpus; \
