@@ -332,8 +332,9 @@ static double distance(const float *got, const float *want, int64_t n) {
     return sqrt(off / size);
 }
 
-/* How far gradients may be: that of the last layer's gates has the errors of the logits; below, cells of either sign
-   cancel in it, and each attention that it passes multiplies what bf16 loses. */
+/* bf16 moves a gradient by some percent, each attention and product of the way back once more, and by more where cells
+   of either sign cancel: measured on an H200 up to 3 % in the first of two layers, 5 % in the last, and 0.085 of a
+   question's loss. A wrong sign, angle or row costs most of it. */
 static void check_gradient(const lm_params *p, const learned *got, const learned *want, const lesson *x, double off) {
     const int L = p->shape.L;
     const int64_t n = x->count / L;
@@ -341,7 +342,7 @@ static void check_gradient(const lm_params *p, const learned *got, const learned
     if (getenv("VERBOSE"))
         print_message("%s: loss %g off by %.2g, a question's %.2g, first layer's gradient %.2g, last %.2g\n",
                       test_at, want->loss, fabs(got->loss - want->loss), off, first, last);
-    CHECK(first <= 0.4 && last <= 0.1 && off <= (L > 2 ? 0.3 : 0.1));
+    CHECK(first <= (L > 2 ? 0.36 : 0.12) && last <= 0.12 && off <= (L > 2 ? 0.45 : 0.15));
 }
 
 /* The same call gives the same bits. */
@@ -380,7 +381,7 @@ static void compare_grades(const pair *m, lesson *x) {
         if (getenv("VERBOSE"))
             print_message("%s, question %d: loss %g and %g, kl %g and %g\n", test_at, i / 2, a->loss, b->loss, a->kl,
                           b->kl);
-        CHECK(fabs(a->loss - b->loss) <= 0.1 * depth && fabs(a->kl - b->kl) <= 0.1 * depth * (b->kl + 0.01));
+        CHECK(fabs(a->loss - b->loss) <= 0.15 * depth && fabs(a->kl - b->kl) <= 0.1 * depth * (b->kl + 0.01));
         CHECK(a->n_value == b->n_value);
     }
     lm_learner_close(cpu), lm_learner_close(gpu);
