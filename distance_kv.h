@@ -637,6 +637,26 @@ extern dkv_result dkv_cuda_advance(int64_t *lengths, int64_t n, int64_t count, v
    attentions' rows one after another; rounds to the tail's type. Call it before dkv_cuda_attend of the step. */
 extern dkv_result dkv_cuda_append(const dkv_cuda_work *work, dkv_tensor k, dkv_tensor v, void *stream);
 
+/* Gated attention of a batch made ready: private, copy it freely. */
+typedef struct dkv_cuda_gated {
+    void   *block, *ws;
+    int64_t sizes[40];
+} dkv_cuda_gated;
+
+/* dkv_gated_forward and _backward on sm_90, prepared once for any number of passes while the values behind the pointers
+   change: tables go to block (device, 128-byte aligned), what passes write to ws (device, 128-byte aligned; works whose
+   passes run on one stream may share one). Either pass stands alone: backward takes what forward wrote to out, lse and
+   the relaxed ones. The lists of open bins are made on the device: ln_u and open may come from kernels before.
+   context: strided, or packed with all T_c rows of every head; f16 or bf16, rows of 16 bytes (ALIGN), the same type in
+   the whole batch, which is straight-through as a whole or not at all (FIELD). d_k and d_v: multiples of 8, at most
+   128. Suffixes: any strides and f32, f16 or bf16; q, k, v and d_out are rounded to the context's type. T_c at most
+   2^30. SHAPE, TYPE, FIELD, RANGE, STATE, CAPACITY, ALIGN; DEVICE where there is no sm_90. */
+extern dkv_result dkv_cuda_gated_size(size_t *block_bytes, size_t *ws_bytes, const dkv_gated *c, int64_t n);
+extern dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gated *c, int64_t n, void *block,
+                                         size_t block_bytes, void *ws, size_t ws_bytes, void *stream);
+extern dkv_result dkv_cuda_gated_forward(const dkv_cuda_gated *work, void *stream);
+extern dkv_result dkv_cuda_gated_backward(const dkv_cuda_gated *work, void *stream);
+
 /* dkv_cache on the device: L packed layers and a tail of capacity tokens, rounded up to 128. Device memory is allocated
    by create, pack (its own layer) and fork. One length for all layers. The plan is copied. */
 typedef struct dkv_cuda_cache dkv_cuda_cache;

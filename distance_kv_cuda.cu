@@ -11,7 +11,7 @@
      [ATTEND]   the batch in device memory; shares of work; mma.sync kernel; wgmma kernel; combine
      [CACHE]    packed layers + tail on the device
      [SCORE]    ranks of sources, by counting
-     [GATES]    draws, unions, penalties, AdamW, Top-K
+     [GATES]    draws, unions, penalties, AdamW, Top-K; gated attention, forward and backward
 
    ONE IDEA  Attention is a list of items (attention, KV head, block of query rows), each a list of tiles of keys:
    packed context first, then the tail. Query rows are (query, head of the group), query first, so K and V are read
@@ -297,9 +297,10 @@ struct Post { /* collects, then delivers; destinations are consecutive */
     cudaStream_t   stream;
     Parcel         parcel;
     int            used;
+    int64_t        done; /* bytes before the parcel */
     void flush() {
         if (used) deliver<<<1, 256, 0, stream>>>(dst, parcel, (int)round_up(used, 16));
-        dst += used, used = 0;
+        dst += used, done += used, used = 0;
     }
     void put(const void *src, size_t n) {
         for (const unsigned char *p = (const unsigned char *)src; n > 0;) {
@@ -308,6 +309,9 @@ struct Post { /* collects, then delivers; destinations are consecutive */
             used += (int)m, p += m, n -= m;
             if (used == (int)sizeof parcel.bytes) flush();
         }
+    }
+    void align(int64_t to) { /* zeros up to byte to of all */
+        for (const uint64_t zero[16] = {}; done + used < to;) put(zero, (size_t)least(to - done - used, (int64_t)sizeof zero));
     }
 };
 
@@ -1016,11 +1020,12 @@ template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const R
 
 /* ---- softmax of a tile, in registers ---- */
 
-/* s: N groups of 8 keys, each thread two rows by two keys as mma leaves them; becomes exp2(s * factor - top).
+/* s: N groups of 8 keys, each thread two rows by two keys as mma leaves them; becomes exp2(s * factor + bias - top).
    sees: keys of the tile that the two rows see, key: the first key of s in the tile. alpha: what the past weighs. */
 template <int N>
 DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2], float (&alpha)[2],
-                              const float (&factor)[2], float softcap, const int (&sees)[2], int key) {
+                              const float (&factor)[2], float softcap, const int (&sees)[2], int key,
+                              float bias = 0.0f) {
     const int t = (threadIdx.x & 3) * 2;
     float     f[2] = {factor[0], factor[1]};
     /* tanh(y) = 1 - 2 / (1 + e^2y), here with y = logit / softcap; f then is softcap * log2 e */
@@ -1051,8 +1056,8 @@ DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2]
         for (int n = 1; n < N; n++) now = fmaxf(now, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
         now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
         now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-        now = fmaxf(now * f[i], top[i]);
-        float from = now == -INFINITY ? 0.0f : now; /* nothing seen yet: exp2(-inf - 0) = 0 */
+        now = fmaxf(fmaf(now, f[i], bias), top[i]);
+        const float from = now == -INFINITY ? 0.0f : now; /* nothing seen yet: exp2(-inf - 0) = 0 */
         alpha[i] = exp2_fast(top[i] - from);
         top[i] = now;
         float part = 0.0f;
@@ -1060,7 +1065,7 @@ DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2]
         for (int n = 0; n < N; n++) {
 #pragma unroll
             for (int u = 2 * i; u < 2 * i + 2; u++) {
-                s[n][u] = exp2_fast(fmaf(s[n][u], f[i], -from));
+                s[n][u] = exp2_fast(fmaf(s[n][u], f[i], -(from - bias)));
                 part += s[n][u];
             }
         }
@@ -1699,13 +1704,103 @@ DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<STAGES> &k, 
     }
 }
 
-/* What follows the tail's end in its last tile may be anything: zeros in V, since 0 * NaN is NaN. All consumers. */
-template <int D, int THREADS> DKV__DEVICE void clear_rows(char *v, int from, int tid) {
-    for (int i = tid; i < (TILE - from) * (D / 8); i += THREADS) {
-        *(uint4 *)(v + tile_offset<128, TILE>(from + i / (D / 8), i % (D / 8))) = uint4{0, 0, 0, 0};
+/* What follows the last key of a tile may be anything: zeros, since 0 * NaN is NaN. By THREADS, who wait for another. */
+template <int D, int ROWS, int THREADS> DKV__DEVICE void clear_rows(char *tile, int from, int tid, int barrier) {
+    for (int i = tid; i < (ROWS - from) * (D / 8); i += THREADS) {
+        *(uint4 *)(tile + tile_offset<128, ROWS>(from + i / (D / 8), i % (D / 8))) = uint4{0, 0, 0, 0};
     }
     fence_async();
-    named_sync(8, THREADS);
+    named_sync(barrier, THREADS);
+}
+/* Shared memory: rings of K and V tiles, two blocks of Q, their barriers. */
+template <int D> struct WgmmaPlaces {
+    typedef WgmmaShape<D> S;
+    char     *ks, *vs, *qs;
+    uint64_t *k_full, *k_empty, *v_full, *v_empty, *more; /* more: barriers of Q */
+    DKV__DEVICE WgmmaPlaces() {
+        extern __shared__ __align__(1024) char shared[];
+        ks = shared, vs = ks + S::STAGES * S::STAGE, qs = vs + S::STAGES * S::STAGE;
+        k_full = (uint64_t *)(qs + 2 * S::Q), k_empty = k_full + S::STAGES, v_full = k_empty + S::STAGES;
+        v_empty = v_full + S::STAGES, more = v_empty + S::STAGES;
+    }
+};
+
+/* O = softmax(S) V of a warpgroup's 64 rows of Q, over tiles begin .. end - 1, the next of the rings: S of tile i and P V of tile i - 1
+   are in flight together, and the softmax of one warpgroup runs under the products of the other, in turns.
+   look(i): tile i has come; soften(i): s becomes weights, sum and alpha follow; between(v), last(v): before a V is used,
+   and before the last one is. */
+template <class T, int D, class Look, class Soften, class Between, class Last>
+DKV__DEVICE void attend_keys(float (&o)[D / 8][4], float (&s)[16][4], float (&sum)[2], float (&alpha)[2], uint32_t q_at,
+                             Ring<WgmmaShape<D>::STAGES> &k, Ring<WgmmaShape<D>::STAGES> &v, int begin, int end, const int tid, const int own,
+                             Look look, Soften soften, Between between, Last last) {
+    typedef WgmmaShape<D> S;
+    const WgmmaPlaces<D>  x;
+    uint32_t              weight[8][4];
+    auto scores = [&] {
+        const uint32_t at = shared_address(x.ks + k.stage * S::STAGE);
+#pragma unroll
+        for (int c = 0; c < D / 16; c++) {
+            wgmma_scores<T>(s, descriptor(q_at + c / 4 * S::M * 128 + c % 4 * 32, 1),
+                            descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
+        }
+        wgmma_commit();
+    };
+    auto mix = [&](int add) {
+        const uint32_t at = shared_address(x.vs + v.stage * S::STAGE);
+#pragma unroll
+        for (int j = 0; j < 8; j++) wgmma_mix<T>(o, weight[j], descriptor(at + j * 16 * 128, TILE * 128), add | j);
+        wgmma_commit();
+    };
+    auto weigh = [&] {
+#pragma unroll
+        for (int j = 0; j < 8; j++) weights<T>(weight[j], s, 2 * j);
+    };
+    if (begin < end) {
+        bar_wait(x.k_full + k.stage, k.phase);
+        look(begin);
+        wgmma_fence();
+        scores();
+        wgmma_wait<0>();
+        settle(s);
+        if (tid % 128 == 0) bar_arrive(x.k_empty + k.stage);
+        k.next();
+        soften(begin);
+        weigh();
+        for (int i = begin + 1; i < end; i++) {
+            bar_wait(x.k_full + k.stage, k.phase);
+            look(i);
+            between(x.vs + v.stage * S::STAGE);
+            named_sync(1 + own, 256); /* my turn */
+            wgmma_fence();
+            scores();
+            bar_wait(x.v_full + v.stage, v.phase);
+            mix(i > begin + 1);
+            named_arrive(1 + (own + 1) % S::GROUPS, 256);
+            wgmma_wait<1>();
+            settle(s);
+            if (tid % 128 == 0) bar_arrive(x.k_empty + k.stage);
+            k.next();
+            soften(i);
+            if (sum[0] + sum[1] < 0.0f) __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
+            wgmma_wait<0>();
+            settle(o);
+            if (tid % 128 == 0) bar_arrive(x.v_empty + v.stage);
+            v.next();
+            scale_rows(o, alpha);
+            weigh();
+        }
+        bar_wait(x.v_full + v.stage, v.phase);
+        last(x.vs + v.stage * S::STAGE);
+        wgmma_fence();
+        mix(end - begin > 1);
+        wgmma_wait<0>();
+        settle(o);
+        if (tid % 128 == 0) bar_arrive(x.v_empty + v.stage);
+        v.next();
+    } else {
+#pragma unroll
+        for (int j = 0; j < D / 8; j++) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.0f;
+    }
 }
 #endif
 
@@ -1779,84 +1874,23 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             bar_wait(q_full + q.stage, q.phase);
             if (!p.a) break;
             float     s[16][4], o[D / 8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, alpha[2];
-            uint32_t  weight[8][4];
             const float    factor[2] = {p.a->scale, p.a->scale}, softcap = p.a->softcap;
             const int      visible[2] = {(int)row_sees(p, r), (int)row_sees(p, r + 8)}, rows = (int)p.rows;
             const int      begin = p.tile, end = p.end, context = p.context;
             const uint32_t q_at = shared_address(qs + q.stage * S::Q) + own * 64 * 128;
 
-            auto scores = [&] {
-                const uint32_t at = shared_address(ks + k.stage * S::STAGE);
-#pragma unroll
-                for (int c = 0; c < D / 16; c++) {
-                    wgmma_scores<T>(s, descriptor(q_at + c / 4 * M * 128 + c % 4 * 32, 1),
-                                    descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
-                }
-                wgmma_commit();
-            };
-            auto mix = [&](int add) {
-                const uint32_t at = shared_address(vs + v.stage * S::STAGE);
-#pragma unroll
-                for (int j = 0; j < 8; j++)
-                    wgmma_mix<T>(o, weight[j], descriptor(at + j * 16 * 128, TILE * 128), add | j);
-                wgmma_commit();
-            };
             auto soften = [&](int tile) {
                 const bool tail = tile >= context;
                 const int  row = (tail ? tile - context : tile) * TILE;
                 const int  sees[2] = {(tail ? visible[0] : rows) - row, (tail ? visible[1] : rows) - row};
                 softmax_tile<16>(s, top, sum, alpha, factor, softcap, sees, 0);
             };
-
-            if (begin < end) {
-                bar_wait(k_full + k.stage, k.phase);
-                wgmma_fence();
-                scores();
-                wgmma_wait<0>();
-                settle(s);
-                if (tid % 128 == 0) bar_arrive(k_empty + k.stage);
-                k.next();
-                soften(begin);
-#pragma unroll
-                for (int j = 0; j < 8; j++) weights<T>(weight[j], s, 2 * j);
-                for (int tile = begin + 1; tile < end; tile++) {
-                    bar_wait(k_full + k.stage, k.phase);
-                    named_sync(1 + own, 256); /* my turn */
-                    wgmma_fence();
-                    scores();
-                    bar_wait(v_full + v.stage, v.phase);
-                    mix(tile > begin + 1);
-                    named_arrive(1 + (own + 1) % GROUPS, 256);
-                    wgmma_wait<1>();
-                    settle(s);
-                    if (tid % 128 == 0) bar_arrive(k_empty + k.stage);
-                    k.next();
-                    soften(tile);
-                    if (sum[0] + sum[1] < 0.0f)
-                        __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
-                    wgmma_wait<0>();
-                    settle(o);
-                    if (tid % 128 == 0) bar_arrive(v_empty + v.stage);
-                    v.next();
-                    scale_rows(o, alpha);
-#pragma unroll
-                    for (int j = 0; j < 8; j++) weights<T>(weight[j], s, 2 * j);
-                }
+            auto last_values = [&](char *v_tile) {
                 const int64_t left = p.length - (int64_t)(end - 1 - context) * TILE;
-                bar_wait(v_full + v.stage, v.phase);
-                if (end > context && left < TILE) {
-                    clear_rows<D, CONSUMING>(vs + v.stage * S::STAGE, (int)left, tid);
-                }
-                wgmma_fence();
-                mix(end - begin > 1);
-                wgmma_wait<0>();
-                settle(o);
-                if (tid % 128 == 0) bar_arrive(v_empty + v.stage);
-                v.next();
-            } else {
-#pragma unroll
-                for (int n = 0; n < D / 8; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
-            }
+                if (end > context && left < TILE) clear_rows<D, TILE, CONSUMING>(v_tile, (int)left, tid, 8);
+            };
+            attend_keys<T, D>(o, s, sum, alpha, q_at, k, v, begin, end, tid, own, [](int) {}, soften, [](char *) {},
+                              last_values);
 
             /* out, or to the slot */
             const int t = lane & 3;
@@ -2009,8 +2043,9 @@ typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void 
                            const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-/* [heads][rows][d], boxes of a panel of columns by a tile of rows. */
-dkv_result encode_map(CUtensorMap *map, const dkv_tensor &t, int64_t d, int64_t rows, int64_t heads, int D) {
+/* [heads][rows][d], boxes of a panel of columns by box_rows. */
+dkv_result encode_map(CUtensorMap *map, const dkv_tensor &t, int64_t d, int64_t rows, int64_t heads, int D,
+                      int box_rows) {
     static Encode encode = NULL;
     if (!__atomic_load_n(&encode, __ATOMIC_ACQUIRE)) {
         void                           *f = NULL;
@@ -2024,7 +2059,7 @@ dkv_result encode_map(CUtensorMap *map, const dkv_tensor &t, int64_t d, int64_t 
     int         e = type_bytes(t.type), panel = least(128, D * e);
     cuuint64_t  size[3] = {(cuuint64_t)d, (cuuint64_t)rows, (cuuint64_t)heads};
     cuuint64_t  stride[2] = {(cuuint64_t)t.stride_token, (cuuint64_t)(heads > 1 ? t.stride_head : 16)};
-    cuuint32_t  box[3] = {(cuuint32_t)(panel / e), (cuuint32_t)(e == 1 ? 2 * TILE : TILE), 1}, step[3] = {1, 1, 1};
+    cuuint32_t  box[3] = {(cuuint32_t)(panel / e), (cuuint32_t)box_rows, 1}, step[3] = {1, 1, 1};
     CUresult r = encode(map, e == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t.data, size,
                         stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                         panel == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
@@ -2061,7 +2096,9 @@ dkv_result describe(Attention *x, const dkv_attention &a, const Batch &b, const 
         int64_t rows = s.n, d = i & 1 ? a.d_v : a.d_k;
         if (packed) rows = layout_of(s.packed->type, a.Hkv, a.d_k, a.d_v, s.packed->rows).rows;
         if (packed) d = x->source[i].stride_token / type_bytes(x->source[i].type);
-        dkv_result r = rows ? encode_map(&x->map[i], x->source[i], d, rows, packed ? 1 : a.Hkv, b.d) : DKV_OK;
+        int box = type_bytes(x->source[i].type) == 1 ? 2 * TILE : TILE;
+        if (!rows) continue;
+        dkv_result r = encode_map(&x->map[i], x->source[i], d, rows, packed ? 1 : a.Hkv, b.d, box);
         if (r) return r;
     }
     x->q = a.q;
@@ -2172,6 +2209,7 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     post.dst = (unsigned char *)base;
     post.stream = (cudaStream_t)stream;
     post.used = 0;
+    post.done = 0;
     for (int64_t i = 0; i < n; i++) {
         describe(&x, a[i], b, lengths ? lengths + i : NULL);
         x.blocks = (int32_t)ceil_div((int64_t)x.G * x.N_q, b.M);
@@ -2226,7 +2264,7 @@ namespace {
 
 /* On sm_90 the next kernel's launch overlaps the end of the one before it. */
 template <class... A>
-dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, const dkv_cuda_work &k, cudaStream_t stream,
+dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, bool overlaps, cudaStream_t stream,
                   const A &...a) {
     cudaLaunchAttribute overlap = {};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -2237,7 +2275,7 @@ dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, cons
     c.dynamicSmemBytes = (size_t)shared;
     c.stream = stream;
     c.attrs = &overlap;
-    c.numAttrs = k.overlap ? 1 : 0;
+    c.numAttrs = overlaps;
     if (shared > 48 << 10) {
         dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
         if (r) return r;
@@ -2250,17 +2288,17 @@ template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_
     w.stages = least(S::MOST_STAGES, (k.shared - S::FIXED) / S::STAGE);
     if (w.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
     if (RW > 2) w.arrived = NULL; /* pieces too large for one CTA to merge in passing */
-    dkv_result r = launch(attend_mma<TYPE, D, RW>, dim3(k.ctas), S::THREADS + 32, w.stages * S::STAGE + S::FIXED, k,
-                          stream, w);
+    dkv_result r = launch(attend_mma<TYPE, D, RW>, dim3(k.ctas), S::THREADS + 32, w.stages * S::STAGE + S::FIXED,
+                          k.overlap, stream, w);
     if (!r && RW > 2 && w.split)
-        r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k, stream, w, k.ctas);
+        r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k.overlap, stream, w, k.ctas);
     return r;
 }
 
 template <class T, int D> dkv_result launch_wgmma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
     typedef WgmmaShape<D> S;
-    dkv_result            r = launch(attend_wgmma<T, D>, dim3(k.ctas), S::THREADS, S::SHARED, k, stream, w);
-    if (!r && w.split) r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k, stream, w, k.ctas);
+    dkv_result            r = launch(attend_wgmma<T, D>, dim3(k.ctas), S::THREADS, S::SHARED, k.overlap, stream, w);
+    if (!r && w.split) r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k.overlap, stream, w, k.ctas);
     return r;
 }
 
@@ -3170,9 +3208,7 @@ int64_t score_bytes(const dkv_attention *a, int64_t n, int64_t queries) {
 template <class T, int D, bool WGMMA>
 dkv_result launch_probe(Probe p, const Parcel &parcel, const Device &dev, int64_t keys, cudaStream_t stream) {
     typedef ProbeShape<D, WGMMA> S;
-    dkv_cuda_work                k = {};
     int64_t                      best = INT64_MAX, tiles = ceil_div(keys, TILE);
-    k.overlap = dev.arch >= 90;
     p.ctas = 1;
     p.blocks = (int)ceil_div((int64_t)p.n * p.G, S::M);
     p.stages = least((int)S::MOST_STAGES, (dev.shared - S::Q - 256) / S::STAGE);
@@ -3182,7 +3218,7 @@ dkv_result launch_probe(Probe p, const Parcel &parcel, const Device &dev, int64_
         if (time < best) best = time, p.ctas = i;
     }
     return launch(probe<T, D, WGMMA>, dim3((unsigned)(p.ctas * p.blocks * p.Hkv)), S::THREADS,
-                  p.stages * S::STAGE + S::Q + 256, k, stream, p, parcel);
+                  p.stages * S::STAGE + S::Q + 256, dev.arch >= 90, stream, p, parcel);
 }
 
 template <class T>
@@ -3248,10 +3284,8 @@ extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int6
         }
     }
     if (!small) post.flush();
-    dkv_cuda_work k = {};
-    k.overlap = dev.arch >= 90;
     const dim3 grid((unsigned)least(ceil_div(ranks, 256), (int64_t)dev.sms));
-    r = launch(no_ranks, grid, 256, 0, k, post.stream, rank, ranks);
+    r = launch(no_ranks, grid, 256, 0, dev.arch >= 90, post.stream, rank, ranks);
     if (r || !p.n) return r;
     p.questions = small ? NULL : (const Attention *)ws;
     p.n_questions = (int32_t)n;
@@ -3639,4 +3673,1429 @@ extern "C" dkv_result dkv_cuda_gates_or(unsigned char *open, const dkv_gates *g,
     if (r) return r;
     gates_or<<<grid_of(x), CELLS, 0, (cudaStream_t)stream>>>(open, x, M);
     return launched();
+}
+
+/* ==========================================================================
+   [GATES]  gated attention of suffixes over a shared context, forward and backward
+   in:  K and V of whole contexts; ln u and open bits of (KV head, bin) on the device; queries, keys, values of suffixes
+   out: outputs and LSEs; gradients by queries, by the suffixes' keys and values, by ln u
+   ========================================================================== */
+
+namespace {
+
+/* ---- contexts in device memory, and what a launch prepares of them ----------------------------------------------
+
+   A context's keys are cut into tiles of at most 128 that never cross a bin, so that a tile has one gate: sink, each
+   bin and recent backwards from their ends. Per softmax (relaxed, and straight-through also the open one) and KV head
+   the tiles with an open gate are listed before each pass; a line of all lists, and behind each the suffixes' own
+   tiles, is what shares are cut from: equal numbers of open tiles for everyone, whatever the gates are.
+
+   Query rows of a KV head are (suffix, query, head of the group) over all suffixes of the context, gathered into dense
+   blocks of M rows, as are the suffixes' keys and values, each suffix from a row of its own that is a multiple of 128.
+   blocks CTAs side by side run through the same tiles, so K and V come from memory once.                           */
+
+constexpr int   CHUNK = 64;                   /* rows that a CTA gathers, and that a box of TMA has here */
+constexpr int   KEYS = 16;                    /* of a suffix whose gradients a CTA makes */
+constexpr float CLOSED = -87.3365447505531f; /* ln 2^-126, as dkv__gate_open_ln: below it a bin takes no part */
+
+struct Tile { int32_t row, len, bin; };                /* keys row .. row + len - 1 of the context; bin -1: no gate */
+struct Open { int32_t row, len, tile; float bias; };   /* one that takes part: bias = log2 u */
+struct OwnTile { int32_t row, first, last, edge; };       /* gathered keys row ..; query i in first .. last - 1 sees i - edge */
+struct Question { int32_t suffix, i; };                /* a query of a context: which one of which suffix */
+struct Part { int32_t of, g, row; };                   /* rows: context or suffix, KV head, the first of them */
+
+struct alignas(128) GatedContext {
+    CUtensorMap          k, v;
+    const float         *ln_u;
+    const unsigned char *open;
+    float               *d_ln_u;
+    int64_t              T_c, W, S, R;
+    int64_t              first_tile, first_open, first_row, first_key, first_own; /* lists; gathered queries, keys; OwnTile */
+    int32_t              D, H, Hkv, G, d_k, d_v, queries, first_question, blocks, first_block, tiles;
+    int32_t              own_tiles, own_keys, first_head;   /* of a block, of a KV head; among all contexts */
+    float                scale, times;                      /* of logits, and in powers of 2 */
+};
+
+struct Suffix {
+    dkv_suffix x;
+    int32_t    context, first, key; /* first query, and gathered key, among the context's */
+};
+
+struct GatedWork { /* kernel parameter */
+    CUtensorMap     q, d_out, own_k, own_v;
+    const GatedContext  *contexts;
+    const Suffix   *suffixes;
+    const Question *questions;
+    const OwnTile      *own;       /* [context][block][own_tiles] */
+    const int32_t  *own_count; /* [context][block] of them used */
+    const Tile     *tiles;     /* [context][tiles] */
+    const int2     *heads;     /* [heads] context, KV head */
+    const Part     *q_parts, *own_parts, *key_parts; /* of CHUNK rows, CHUNK rows, KEYS keys */
+    Open           *opens;     /* [side][head][tiles] */
+    int            *before;    /* [side][heads + 1] units */
+    int            *arrived;
+    char           *q_rows, *d_out_rows, *own_k_rows, *own_v_rows;
+    float4         *stats;     /* of gathered rows: relaxed LSE / ln 2, delta, 2^-lift, LSE / ln 2 */
+    float          *slots, *partial;
+    int64_t         opens_of_side;
+    int             n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells;
+};
+
+/* Tile t of the context. */
+DKV__DEVICE Tile tile_at(const GatedContext &c, int t) {
+    const int64_t far = c.T_c - c.R;
+    int64_t       begin = 0, end = c.T_c;
+    int           bin = -1, sink = 0;
+    if (c.S < far) {
+        const int64_t bins = ceil_div(far - c.S, c.W), farthest = far - c.S - (bins - 1) * c.W;
+        const int     of_bin = (int)ceil_div(c.W, TILE), of_farthest = (int)ceil_div(farthest, TILE);
+        sink = (int)ceil_div(c.S, TILE);
+        if (t < sink) {
+            end = c.S;
+        } else if (t < sink + of_farthest) {
+            begin = c.S, end = c.S + farthest, bin = (int)bins - 1, t -= sink;
+        } else if (t < sink + of_farthest + (bins - 1) * of_bin) {
+            t -= sink + of_farthest;
+            bin = (int)bins - 2 - t / of_bin;
+            t %= of_bin;
+            end = far - bin * c.W, begin = end - c.W;
+        } else {
+            t -= (int)(sink + of_farthest + (bins - 1) * of_bin);
+            begin = far;
+        }
+    }
+    const int64_t last = end - (ceil_div(end - begin, TILE) - 1 - t) * TILE, row = most(begin, last - TILE);
+    return Tile{(int32_t)row, (int32_t)(last - row), bin};
+}
+__global__ void make_tiles(const GatedContext *contexts, Tile *tiles) {
+    const GatedContext &c = contexts[blockIdx.y];
+    const int           t = blockIdx.x * 256 + threadIdx.x;
+    if (t < c.tiles) tiles[c.first_tile + t] = tile_at(c, t);
+}
+/* Its inverse: bin b's n tiles from first on; none if the context does not reach it. */
+DKV__DEVICE void tiles_of_bin(const GatedContext &c, int b, int *first, int *n) {
+    const int64_t far = c.T_c - c.R, bins = c.S < far ? ceil_div(far - c.S, c.W) : 0;
+    *first = *n = 0;
+    if (b >= bins) return;
+    const int of_bin = (int)ceil_div(c.W, TILE), sink = (int)ceil_div(c.S, TILE);
+    const int of_farthest = (int)ceil_div(far - c.S - (bins - 1) * c.W, TILE);
+    *first = b == bins - 1 ? sink : sink + of_farthest + (int)(bins - 2 - b) * of_bin;
+    *n = b == bins - 1 ? of_farthest : of_bin;
+}
+int64_t tiles_of(const dkv_gated &c) {
+    const int64_t far = c.T_c - c.R;
+    if (c.S >= far) return ceil_div(c.T_c, TILE);
+    const int64_t bins = ceil_div(far - c.S, c.W), farthest = far - c.S - (bins - 1) * c.W;
+    return ceil_div(c.S, TILE) + ceil_div(farthest, TILE) + (bins - 1) * ceil_div(c.W, TILE) + ceil_div(c.R, TILE);
+}
+
+/* The list of side's softmax for one KV head; by 256 threads. Returns how many are open. */
+DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *tiles, Open *list) {
+    /* the tiles stand in the block: they may be read before the kernels before this one have ended */
+    __shared__ int count[8];
+    const float         *ln_u = c.ln_u + (int64_t)g * c.D;
+    const unsigned char *open = c.open + (int64_t)g * c.D;
+    const int            warp = threadIdx.x / 32, lane = threadIdx.x & 31, all = c.tiles;
+    int                  n = 0;
+    for (int t0 = 0; t0 == 0 || t0 < all; t0 += 1024) { /* four tiles a thread, whose loads are in flight together */
+        Tile  x[4];
+        float bias[4];
+        bool  is_open[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int t = t0 + k * 256 + (int)threadIdx.x;
+            is_open[k] = t < all;
+            x[k] = is_open[k] ? tiles[t] : Tile{0, 0, -1};
+        }
+        if (t0 == 0) let_next_start();
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            bias[k] = 0.0f;
+            if (x[k].bin < 0) continue;
+            if (side == 0) {
+                bias[k] = ln_u[x[k].bin] * LOG2E;
+                is_open[k] = bias[k] >= CLOSED * LOG2E;
+            } else {
+                is_open[k] = open[x[k].bin] != 0;
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const unsigned mask = __ballot_sync(~0u, is_open[k]);
+            if (lane == 0) count[warp] = __popc(mask);
+            __syncthreads();
+            int at = n + __popc(mask & ((1u << lane) - 1));
+            for (int i = 0; i < 8; i++) {
+                if (i < warp) at += count[i];
+                n += count[i];
+            }
+            if (is_open[k]) list[at] = Open{x[k].row, x[k].len, t0 + k * 256 + (int)threadIdx.x, bias[k]};
+            __syncthreads();
+        }
+    }
+    return n;
+}
+
+/* A gathered row: which query of the context, head, and whose it is; not real: padding. */
+struct GatedRow { int64_t at; int qi, h; bool real; const Suffix *s; int64_t i; };
+template <int M> DKV__DEVICE GatedRow gated_row(const GatedWork &w, const GatedContext &c, int g, int row) {
+    const int qi = row / c.G;
+    GatedRow  y = {c.first_row + (int64_t)g * c.blocks * M + row, qi, g * c.G + row - qi * c.G, qi < c.queries, NULL, 0};
+    if (!y.real) return y;
+    const Question q = w.questions[c.first_question + qi];
+    y.s = w.suffixes + q.suffix;
+    y.i = q.i;
+    return y;
+}
+
+/* Eight elements from d0 on, zeros behind d. */
+DKV__DEVICE Eight eight_at(const dkv_tensor &t, int64_t token, int64_t head, int d0, int d) {
+    Eight x = {};
+    if (d0 >= d) return x;
+    const char *p = at(t, token, head) + d0 * t.stride_dim;
+    const bool  vector = t.stride_dim == type_bytes(t.type) && (uintptr_t)p % 16 == 0;
+    return load8(p, t.type, t.stride_dim, vector);
+}
+
+template <class T> DKV__DEVICE void store_row8(char *to, const Eight &x) {
+    *(uint4 *)to = uint4{pair_of<T>(x.x[0], x.x[1]), pair_of<T>(x.x[2], x.x[3]), pair_of<T>(x.x[4], x.x[5]),
+                         pair_of<T>(x.x[6], x.x[7])};
+}
+
+/* What backward needs of a row besides Q: dO in T, lifted by a power of two in f16, where small products would flush to
+   zero; delta = O_relaxed . dO of the same rounded dO, so that a row's dS sum to zero as far as O is exact. By the
+   D / 8 adjacent lanes that share a row. */
+template <class T, int D>
+DKV__DEVICE void gather_gradient(const GatedWork &w, const GatedContext &c, const GatedRow &y, int chunk) {
+    const bool through = c.open != NULL;
+    Eight      g = {}, o = {};
+    if (y.real) {
+        g = eight_at(y.s->x.d_out, y.i, y.h, chunk * 8, c.d_v);
+        o = eight_at(through ? y.s->x.out_relaxed : y.s->x.out, y.i, y.h, chunk * 8, c.d_v);
+    }
+    float peak = 0.0f, delta = 0.0f, lift = 1.0f;
+    for (int u = 0; u < 8; u++) peak = fmaxf(peak, fabsf(g.x[u]));
+    for (int i = D / 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
+    if (Name<T>::type == DKV_F16 && peak >= 1.0e-30f && peak < INFINITY) /* the largest becomes 4 .. 8 */
+        lift = __uint_as_float((uint32_t)(127 + 127 + 2 - (__float_as_uint(peak) >> 23)) << 23);
+    for (int u = 0; u < 8; u++) {
+        g.x[u] = (float)(T)(g.x[u] * lift);
+        delta += g.x[u] * o.x[u];
+    }
+    for (int i = D / 16; i; i >>= 1) delta += __shfl_xor_sync(~0u, delta, i);
+    store_row8<T>(w.d_out_rows + (y.at * D + chunk * 8) * 2, g);
+    if (chunk) return;
+    float4 x = {INFINITY, delta, 1.0f / lift, INFINITY}; /* padding weighs nothing */
+    if (y.real) {
+        const int64_t at = y.i * c.H + y.h;
+        x.x = (through ? y.s->x.lse_relaxed : y.s->x.lse)[at] * LOG2E;
+        x.w = y.s->x.lse[at] * LOG2E;
+    }
+    w.stats[y.at] = x;
+}
+
+/* Kernels of a pass overlap: what the one before does not write may be read before let_next_start, and so may what the
+   one before that wrote, which the one before waited for. */
+
+/* Before a pass: lists of open tiles, and rows into the order that the passes take them in. Grid: one CTA per list,
+   per 64 query rows, per 64 own keys. The last list to be done sums them up. */
+template <class T, int D, bool BACKWARD>
+__global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ GatedWork w) {
+    __shared__ int last;
+    constexpr int  C = D / 8, ROWS = 256 / C, EACH = CHUNK / ROWS;
+    const int      sides = BACKWARD ? 1 : w.sides, lists = w.n_heads * sides, c = threadIdx.x % C;
+    int            job = (int)blockIdx.x - lists;
+    if (job < 0) {
+        const int      head = blockIdx.x % w.n_heads, side = blockIdx.x / w.n_heads;
+        const int2     where = w.heads[head];
+        const GatedContext &x = w.contexts[where.x];
+        const int n = list_open(x, where.y, side, w.tiles + x.first_tile,
+                                w.opens + side * w.opens_of_side + x.first_open + (int64_t)where.y * x.tiles);
+        if (threadIdx.x == 0) {
+            w.before[side * (w.n_heads + 1) + head + 1] = x.queries ? n + x.own_tiles : 0;
+            __threadfence();
+            last = atomicAdd(w.arrived, 1) == lists - 1;
+            if (last) *w.arrived = 0;
+        }
+        __syncthreads();
+        if (!last || threadIdx.x >= 32) return;
+        __threadfence();
+        for (int s = 0; s < sides; s++) {
+            volatile int *before = w.before + s * (w.n_heads + 1);
+            int           sum = 0;
+            if (threadIdx.x == 0) before[0] = 0;
+            for (int i = 0; i < w.n_heads; i += 32) {
+                const int at = i + (int)threadIdx.x;
+                int       own = at < w.n_heads ? before[at + 1] : 0;
+                for (int j = 1; j < 32; j <<= 1) {
+                    int y = __shfl_up_sync(~0u, own, j);
+                    own += (int)threadIdx.x >= j ? y : 0;
+                }
+                if (at < w.n_heads) before[at + 1] = sum + own;
+                sum += __shfl_sync(~0u, own, 31);
+            }
+        }
+        return;
+    }
+    if (job < w.n_q_parts) {
+        const Part     part = w.q_parts[job];
+        const GatedContext &x = w.contexts[part.of];
+        GatedRow            y[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            y[k] = gated_row<WgmmaShape<D>::M>(w, x, part.g, part.row + (int)threadIdx.x / C + k * ROWS);
+        let_next_start();
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            Eight q = {};
+            if (y[k].real) q = eight_at(y[k].s->x.q, y[k].i, y[k].h, c * 8, x.d_k);
+            store_row8<T>(w.q_rows + (y[k].at * D + c * 8) * 2, q);
+            if (BACKWARD) gather_gradient<T, D>(w, x, y[k], c);
+        }
+        return;
+    }
+    job -= w.n_q_parts;
+    const Part     part = w.own_parts[job];
+    const Suffix  &s = w.suffixes[part.of];
+    const GatedContext &x = w.contexts[s.context];
+    let_next_start();
+    for (int r = threadIdx.x / C; r < CHUNK; r += ROWS) {
+        const int64_t i = part.row + r, to = x.first_key + (int64_t)part.g * x.own_keys + s.key + i;
+        Eight         k = {}, v = {};
+        if (i < s.x.N_q) k = eight_at(s.x.k, i, part.g, c * 8, x.d_k), v = eight_at(s.x.v, i, part.g, c * 8, x.d_v);
+        store_row8<T>(w.own_k_rows + (to * D + c * 8) * 2, k);
+        store_row8<T>(w.own_v_rows + (to * D + c * 8) * 2, v);
+    }
+}
+
+/* ---- shares ---- */
+
+/* The line of one side: n groups share its units. Both sides get as many when their lists agree, and then the same
+   cuts and the same bits. */
+struct Line { int units, groups, base; const int *before; };
+DKV__DEVICE Line line_of(const GatedWork &w, int sides, int side) {
+    const int *before = w.before;
+    const int  all = __ldcg(before + w.n_heads), more = sides > 1 ? __ldcg(before + 2 * w.n_heads + 1) : 0;
+    Line       x = {all, w.groups, 0, before};
+    if (sides > 1) {
+        const double per = (double)w.groups / ((double)all + more);
+        const int    first = least(most((int)(per * all), 1), w.groups - 1);
+        x.groups = side == 0 ? first : least(most((int)(per * more), 1), w.groups - first);
+        if (side) x.units = more, x.base = first, x.before = before + w.n_heads + 1;
+    }
+    return x;
+}
+
+/* The last head whose units begin at or before unit; by a whole warp. */
+DKV__DEVICE int head_at(const Line &x, int n_heads, int unit) {
+    int lo = 0, n = n_heads;
+    while (n > 1) {
+        const int  step = (n + 31) / 32, lane = threadIdx.x & 31, i = lo + lane * step;
+        const bool begun = lane * step < n && __ldcg(x.before + i) <= unit;
+        const int  last = 31 - __clz(__ballot_sync(~0u, begun) | 1);
+        lo += last * step;
+        n = least(step, n - last * step);
+    }
+    return lo;
+}
+
+struct GatedPiece { /* tiles [tile, end) of a head's list, the last own of them the suffixes' */
+    const GatedContext *c; /* NULL: the end */
+    int            g, m, side, tile, end, opens, slot;
+    bool           whole;
+    const Open    *list;
+    const OwnTile     *own;
+};
+struct GatedWalk { Line line; int side, head, at, left, pieces; };
+
+DKV__DEVICE GatedWalk gated_walk(const GatedWork &w, int sides) {
+    GatedWalk x = {};
+    int       c = blockIdx.x / w.blocks;
+    x.line = line_of(w, sides, 0);
+    if (sides > 1 && c >= x.line.groups) {
+        x.side = 1;
+        x.line = line_of(w, sides, 1);
+        c -= x.line.base;
+    }
+    if (c >= x.line.groups) return x;
+    const int begin = share(x.line.units, x.line.groups, c);
+    x.left = share(x.line.units, x.line.groups, c + 1) - begin;
+    x.head = head_at(x.line, w.n_heads, begin);
+    x.at = begin - __ldcg(x.line.before + x.head);
+    return x;
+}
+
+DKV__DEVICE bool gated_next(GatedWalk &x, GatedPiece &p, const GatedWork &w) {
+    p.c = NULL;
+    if (x.left <= 0) return false;
+    int units = __ldcg(x.line.before + x.head + 1) - __ldcg(x.line.before + x.head);
+    while (units == 0) { /* a context without questions */
+        x.head++;
+        units = __ldcg(x.line.before + x.head + 1) - __ldcg(x.line.before + x.head);
+    }
+    const int2     where = w.heads[x.head];
+    const GatedContext &c = w.contexts[where.x];
+    const int      n = least(x.left, units - x.at);
+    p.c = &c;
+    p.g = where.y;
+    p.m = blockIdx.x % w.blocks;
+    p.side = x.side;
+    p.opens = units - c.own_tiles;
+    p.tile = x.at;
+    p.end = p.m < c.blocks ? p.opens + w.own_count[c.first_block + p.m] : 0;
+    p.end = least(p.end, x.at + n);
+    p.whole = n == units;
+    p.slot = 2 * blockIdx.x + (x.pieces++ > 0);
+    p.list = w.opens + x.side * w.opens_of_side + c.first_open + (int64_t)p.g * c.tiles;
+    p.own = w.own + c.first_own + p.m * c.own_tiles;
+    x.left -= n;
+    x.at = 0;
+    x.head++;
+    return true;
+}
+
+/* What consumers must know of a tile in the ring. */
+struct Sight { int len, first, last, edge, tile; float bias; };
+DKV__DEVICE int sees(const Sight &x, int qi) { return qi < x.first || qi >= x.last ? 0 : least(x.len, qi - x.edge); }
+
+/* Tile i of a piece: where its keys are, and who sees them. Entries are read 32 at a time, one per lane. */
+struct TileReader {
+    int4 entry; /* of this lane */
+    DKV__DEVICE void read(const GatedPiece &p, int i) {
+        const int at = i + (int)(threadIdx.x & 31);
+        entry = int4{0, 0, 0, 0};
+        if (at < p.opens) entry = __ldcg((const int4 *)p.list + at);
+        else if (at < p.end) entry = __ldg((const int4 *)p.own + at - p.opens);
+    }
+    DKV__DEVICE int4 get(int lane) const {
+        return int4{__shfl_sync(~0u, entry.x, lane), __shfl_sync(~0u, entry.y, lane),
+                    __shfl_sync(~0u, entry.z, lane), __shfl_sync(~0u, entry.w, lane)};
+    }
+};
+DKV__DEVICE Sight sight_of(const GatedPiece &p, int i, const int4 &e) {
+    if (i < p.opens) return Sight{e.y, 0, INT_MAX, -(1 << 30), e.z, __int_as_float(e.w)};
+    return Sight{least(TILE, e.z - e.w - 1), e.y, e.z, e.w, -1, 0.0f};
+}
+
+/* Pairs of elements can be stored at once. */
+DKV__DEVICE bool is_even(const dkv_tensor &t) {
+    return t.stride_dim == type_bytes(t.type) && ((uintptr_t)t.data | (uintptr_t)t.stride_token |
+           (uintptr_t)t.stride_head) % 8 == 0;
+}
+/* Where a finished row goes, as finish_row and store_out take it. */
+DKV__DEVICE Attention target_of(const GatedContext &c, const Suffix &s, int side) {
+    Attention  a;
+    const bool relaxed = side == 0 && c.open;
+    a.out = relaxed ? s.x.out_relaxed : s.x.out;
+    a.lse = relaxed ? s.x.lse_relaxed : s.x.lse;
+    a.out_vector = is_even(a.out);
+    a.sink = NULL;
+    a.H = c.H;
+    a.d_v = c.d_v;
+    return a;
+}
+
+/* ---- forward -----------------------------------------------------------------------------------------------------
+
+   math    softmax over [scale q . k + ln u, scale q . k of the own suffix] times V; ln u is the addend that the
+           exponentials' FMA has anyway
+   CTA     attend_wgmma's consumers on gathered rows; one warp of the first warpgroup walks and loads everything
+   why     the gates cost nothing, closed tiles are never read, and straight-through's two softmaxes are two rows of
+           blocks: in one pass a common maximum would underflow one of them, and two accumulators exceed the registers
+   limits  sm_90, 16-bit keys, d a multiple of 8 up to 128                                                          */
+
+template <int D> struct GatedShape {
+    typedef WgmmaShape<D> S;
+    static constexpr int RINGS = 2 * S::STAGES * S::STAGE + 2 * S::Q;
+    static constexpr int SHARED = RINGS + 256 + (int)(S::STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
+};
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+/* Rows of 16-bit elements [rows][D], gathered or a context's, as panels of 64 rows each. */
+template <int D, int ROWS, int STRIDE>
+DKV__DEVICE void load_boxes(char *to, const CUtensorMap *map, int row, int head, uint64_t *full, uint64_t policy) {
+#pragma unroll
+    for (int c = 0; c < D / 64; c++) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r += CHUNK)
+            tma_load(shared_address(to) + (c * STRIDE + r) * 128, map, c * 64, row + r, head, full, policy);
+    }
+}
+#endif
+
+template <class T, int D>
+__global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const __grid_constant__ GatedWork w) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    typedef WgmmaShape<D>      S;
+    const WgmmaPlaces<D>       x;
+    constexpr int              M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES;
+    uint64_t *const            q_full = x.more, *const q_empty = q_full + 2;
+    Sight *const               sights = (Sight *)(x.k_full + 32);
+    GatedPiece *const          pieces = (GatedPiece *)(sights + STAGES);
+    const int                  group = threadIdx.x / 128, lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            bar_init(x.k_full + i, 1), bar_init(x.v_full + i, 1);
+            bar_init(x.k_empty + i, GROUPS), bar_init(x.v_empty + i, GROUPS);
+        }
+        for (int i = 0; i < 2; i++) bar_init(q_full + i, 1), bar_init(q_empty + i, GROUPS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    let_next_start();
+
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 88));
+        if (threadIdx.x >= 32) return;
+        const uint64_t policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
+        Ring<STAGES>   k, v;
+        Ring<2>        q;
+        GatedPiece     p;
+        GatedWalk      walk = gated_walk(w, w.sides);
+        const GatedContext *known = NULL;
+        for (;; q.next()) {
+            gated_next(walk, p, w);
+            bar_wait(q_empty + q.stage, q.phase ^ 1);
+            if (lane == 0) {
+                pieces[q.stage] = p;
+                if (!p.c) bar_arrive(q_full + q.stage);
+                else bar_expect(q_full + q.stage, S::Q);
+            }
+            if (!p.c) return;
+            if (p.c != known && lane == 0) tma_acquire(&p.c->k), tma_acquire(&p.c->v);
+            known = p.c;
+            const int q_row = (int)(p.c->first_row + ((int64_t)p.g * p.c->blocks + least(p.m, p.c->blocks - 1)) * M);
+            const int key0 = (int)p.c->first_key + p.g * p.c->own_keys;
+            if (lane == 0) load_boxes<D, M, M>(x.qs + q.stage * S::Q, &w.q, q_row, 0, q_full + q.stage, policy_evict_normal());
+            TileReader reader;
+            for (int i = p.tile; i < p.end; i++) {
+                if ((i - p.tile) % 32 == 0) reader.read(p, i);
+                const int4 e = reader.get((i - p.tile) % 32);
+                if (lane) continue;
+                const bool own = i >= p.opens;
+                bar_wait(x.k_empty + k.stage, k.phase ^ 1);
+                sights[k.stage] = sight_of(p, i, e);
+                bar_expect(x.k_full + k.stage, S::STAGE);
+                load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, own ? key0 + e.x : e.x,
+                                          own ? 0 : p.g, x.k_full + k.stage, policy);
+                k.next();
+                bar_wait(x.v_empty + v.stage, v.phase ^ 1);
+                bar_expect(x.v_full + v.stage, S::STAGE);
+                load_boxes<D, TILE, TILE>(x.vs + v.stage * S::STAGE, own ? &w.own_v : &p.c->v, own ? key0 + e.x : e.x,
+                                          own ? 0 : p.g, x.v_full + v.stage, policy);
+                v.next();
+            }
+            __syncwarp();
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 208));
+        const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
+        const int t = lane & 3;
+        Ring<STAGES> k, v;
+        Ring<2>      q;
+        if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
+        for (;;) {
+            const GatedPiece &p = pieces[q.stage];
+            bar_wait(q_full + q.stage, q.phase);
+            if (!p.c) break;
+            float          s[16][4], o[D / 8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, alpha[2];
+            const GatedContext &c = *p.c;
+            const float    factor[2] = {c.times, c.times};
+            const int      qi[2] = {(p.m * M + r) / c.G, (p.m * M + r + 8) / c.G};
+            const uint32_t q_at = shared_address(x.qs + q.stage * S::Q) + own * 64 * 128;
+            int            seen[2], len = 0, len_before;
+            float          bias;
+            auto look = [&](int) {
+                const Sight &y = sights[k.stage];
+                len_before = len, len = y.len;
+                seen[0] = sees(y, qi[0]), seen[1] = sees(y, qi[1]), bias = y.bias;
+            };
+            auto soften = [&](int) { softmax_tile<16>(s, top, sum, alpha, factor, 0.0f, seen, 0, bias); };
+            auto clean = [&](char *tile, int n) { /* what follows a short tile may be closed, and NaN */
+                if (n == TILE) return;
+                bar_wait(x.v_full + v.stage, v.phase);
+                clear_rows<D, TILE, 128>(tile, n, tid % 128, 4 + own);
+            };
+            auto between = [&](char *tile) { clean(tile, len_before); };
+            auto last = [&](char *tile) { clean(tile, len); };
+            attend_keys<T, D>(o, s, sum, alpha, q_at, k, v, p.tile, p.end, tid, own, look, soften, between, last);
+
+            sum[0] = quad_sum(sum[0]), sum[1] = quad_sum(sum[1]);
+            if (!p.whole) {
+                float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) {
+                    *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{o[n][0], o[n][1]};
+                    *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{o[n][2], o[n][3]};
+                }
+                for (int i = 0; i < 2 && t == 0; i++)
+                    slot[M * D + r + 8 * i] = top[i], slot[M * (D + 1) + r + 8 * i] = sum[i];
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
+                    if (!y.real) continue;
+                    const Attention a = target_of(c, *y.s, p.side);
+                    const Row       row = {y.i, y.h, true};
+                    const float     weight = finish_row(a, row, top[i], sum[i]);
+#pragma unroll
+                    for (int n = 0; n < D / 8; n++) {
+                        float z[2] = {o[n][2 * i] * weight, o[n][2 * i + 1] * weight};
+                        store_out<2>(a.out, a.out_vector, a.d_v, row, 8 * n + 2 * t, z);
+                    }
+                }
+            }
+            named_sync(4 + own, 128);
+            if (tid % 128 == 0) bar_arrive(q_empty + q.stage);
+            q.next();
+        }
+    }
+#endif
+}
+
+/* Heads that are cut into pieces: job j is a head where these are fewer than groups, else the head that group j is the
+   first to begin inside of. Where its pieces are; by a whole warp. */
+struct HeadCut { int side, head, base; Pieces pieces; };
+__host__ DKV__DEVICE int cuts_of(const GatedWork &w, int sides) { return least(w.n_heads * sides, w.groups); }
+DKV__DEVICE bool cut_head(const GatedWork &w, int sides, int j, int m, HeadCut *x) {
+    const bool by_head = w.n_heads * sides <= w.groups;
+    Line       line = line_of(w, sides, 0);
+    x->side = by_head ? j / w.n_heads : j >= line.groups;
+    if (x->side) line = line_of(w, sides, 1);
+    x->base = line.base;
+    if (by_head) {
+        x->head = j - x->side * w.n_heads;
+    } else {
+        const int c = j - line.base;
+        if (c == 0 || c >= line.groups) return false;
+        const int unit = share(line.units, line.groups, c);
+        x->head = head_at(line, w.n_heads, least(unit, line.units - 1));
+        const int first = __ldcg(line.before + x->head);
+        if (unit <= first || unit >= line.units || share(line.units, line.groups, c - 1) > first) return false;
+    }
+    const int first = __ldcg(line.before + x->head), n = __ldcg(line.before + x->head + 1) - first;
+    if (n == 0) return false;
+    x->pieces = pieces_of(first, n, line.units, line.groups, w.blocks, m);
+    return x->pieces.count > 1;
+}
+
+/* Slots into outputs: grid (rows of a block / 8, cuts, blocks), a warp a row. */
+template <int M, int D> __global__ void __launch_bounds__(256) gated_combine(const __grid_constant__ GatedWork w) {
+    const int m = blockIdx.z, r = blockIdx.x * 8 + threadIdx.x / 32;
+    HeadCut       cut;
+    const bool is_cut = cut_head(w, w.sides, blockIdx.y, m, &cut);
+    const int2 where = w.heads[is_cut ? cut.head : 0];
+    const GatedContext &c = w.contexts[where.x];
+    const GatedRow y = gated_row<M>(w, c, where.y, m * M + r);
+    let_next_start();
+    if (!is_cut || m >= c.blocks || !y.real) return;
+    combine_row<M, D>(target_of(c, *y.s, cut.side), Row{y.i, y.h, true}, r, cut.pieces,
+                      w.slots + (int64_t)cut.base * w.blocks * 2 * M * (D + 2));
+}
+
+/* ---- backward over the context and the suffixes' own keys: dQ, and the sums of dS per tile ------------------------
+
+   math    P = exp(scale q . k + ln u - LSE), dP = dO V^T, dS = P (dP - delta), dQ = scale dS K; d ln u of a cell is the
+           sum of dS over its keys, all queries and the heads of the group
+   shapes  64 rows a warpgroup, steps of 64 keys; dS is a register operand, at D 128 Q, too: from shared memory a step of
+           64 keys reads as much of A as of B, which takes all the time that its products do (at D 64 ptxas 13.0 loses
+           a Q that is kept in registers)
+   CTA     as forward; a stage is K and V of 64 keys. dQ of an item cut by shares goes to slots and is summed in order;
+           each warp leaves its sum of dS per tile at a place of its own: no atomics, no barrier in the loop
+   limits  as forward                                                                                              */
+
+template <int D> struct BackwardShape {
+    static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS, THREADS = 128 * (GROUPS + 1), WARPS = 4 * GROUPS;
+    static constexpr int STAGE = 2 * CHUNK * D * 2, ROWS = M * D * 2, STAGES = D == 64 ? 8 : 5;
+    static constexpr int LOADER = D == 64 ? 56 : 72, COMPUTER = D == 64 ? 152 : 216; /* registers */
+    static constexpr int SHARED = STAGES * STAGE + 2 * ROWS + 256 + (int)(STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
+};
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+/* A (+)= B with the weights as they lie in registers: one k step of [64][16] x [64][16]^T. */
+template <class T> DKV__DEVICE void wgmma_scores(float (&s)[8][4], const uint32_t (&a)[4], uint64_t k, int add);
+#define DKV__WGMMA_ROWS(T, name) \
+    template <> DKV__DEVICE void wgmma_scores<T>(float(&s)[8][4], const uint32_t(&a)[4], uint64_t k, int add) { \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name \
+                     "." name " " DKV__REGS32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 0; }" \
+                     : DKV__F32(s) \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(k), "r"(add)); \
+    }
+/* The same with both operands in shared memory. */
+template <class T> DKV__DEVICE void wgmma_scores(float (&s)[8][4], uint64_t a, uint64_t k, int add);
+#define DKV__WGMMA_HALF(T, name) \
+    template <> DKV__DEVICE void wgmma_scores<T>(float(&s)[8][4], uint64_t a, uint64_t k, int add) { \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name \
+                     "." name " " DKV__REGS32 ", %32, %33, p, 1, 1, 0, 0; }" \
+                     : DKV__F32(s) \
+                     : "l"(a), "l"(k), "r"(add)); \
+    }
+DKV__WGMMA_ROWS(__nv_bfloat16, "bf16")
+DKV__WGMMA_ROWS(__half, "f16")
+DKV__WGMMA_HALF(__nv_bfloat16, "bf16")
+DKV__WGMMA_HALF(__half, "f16")
+#endif
+
+template <class T, int D>
+__global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(const __grid_constant__ GatedWork w) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    typedef BackwardShape<D> S;
+    constexpr int            M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES;
+    extern __shared__ __align__(1024) char shared[];
+    char *const       ring = shared, *const qs = ring + STAGES * S::STAGE, *const gs = qs + S::ROWS;
+    uint64_t *const   full = (uint64_t *)(gs + S::ROWS), *const empty = full + STAGES;
+    uint64_t *const   row_full = empty + STAGES, *const row_empty = row_full + 1;
+    Sight *const      sights = (Sight *)(full + 32);
+    GatedPiece *const pieces = (GatedPiece *)(sights + STAGES);
+    const int         group = threadIdx.x / 128, lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) bar_init(full + i, 1), bar_init(empty + i, GROUPS);
+        bar_init(row_full, 1), bar_init(row_empty, GROUPS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    let_next_start();
+
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::LOADER));
+        if (threadIdx.x >= 32) return;
+        const uint64_t policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
+        Ring<STAGES>   k;
+        GatedPiece     p;
+        GatedWalk      walk = gated_walk(w, 1);
+        const GatedContext *known = NULL;
+        for (int turn = 0;; turn ^= 1) {
+            gated_next(walk, p, w);
+            bar_wait(row_empty, turn ^ 1); /* Q and dO of the piece before are read no more */
+            if (lane == 0) {
+                pieces[turn] = p;
+                if (!p.c) bar_arrive(row_full);
+                else bar_expect(row_full, 2 * S::ROWS);
+            }
+            if (!p.c) return;
+            if (p.c != known && lane == 0) tma_acquire(&p.c->k), tma_acquire(&p.c->v);
+            known = p.c;
+            const int row = (int)(p.c->first_row + ((int64_t)p.g * p.c->blocks + least(p.m, p.c->blocks - 1)) * M);
+            const int key0 = (int)p.c->first_key + p.g * p.c->own_keys;
+            if (lane == 0) {
+                load_boxes<D, M, M>(qs, &w.q, row, 0, row_full, policy_evict_normal());
+                load_boxes<D, M, M>(gs, &w.d_out, row, 0, row_full, policy_evict_normal());
+            }
+            TileReader reader;
+            for (int i = p.tile; i < p.end; i++) {
+                if ((i - p.tile) % 32 == 0) reader.read(p, i);
+                const int4  e = reader.get((i - p.tile) % 32);
+                const bool  own = i >= p.opens;
+                const Sight sight = sight_of(p, i, e);
+                for (int h = 0; h < sight.len && lane == 0; h += CHUNK) {
+                    bar_wait(empty + k.stage, k.phase ^ 1);
+                    sights[k.stage] = sight;
+                    bar_expect(full + k.stage, S::STAGE);
+                    char *to = ring + k.stage * S::STAGE;
+                    load_boxes<D, CHUNK, CHUNK>(to, own ? &w.own_k : &p.c->k, (own ? key0 : 0) + e.x + h, own ? 0 : p.g,
+                                                full + k.stage, policy);
+                    load_boxes<D, CHUNK, CHUNK>(to + S::STAGE / 2, own ? &w.own_v : &p.c->v, (own ? key0 : 0) + e.x + h,
+                                                own ? 0 : p.g, full + k.stage, policy);
+                    k.next();
+                }
+            }
+            __syncwarp();
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::COMPUTER));
+        const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32, r = warp * 16 + lane / 4, t = lane & 3;
+        Ring<STAGES> k;
+        for (int turn = 0;; turn ^= 1) {
+            const GatedPiece &p = pieces[turn];
+            bar_wait(row_full, turn);
+            if (!p.c) break;
+            const GatedContext &c = *p.c;
+            uint32_t       q[D / 16][4], weight[4][4];
+            float          dq[D / 8][4], s[8][4], dp[8][4], sum[2] = {0.0f, 0.0f};
+            const float    times = c.times;
+            const int      qi[2] = {(p.m * M + r) / c.G, (p.m * M + r + 8) / c.G}, end = p.end, begin = p.tile;
+            float2         row[2]; /* LSE in powers of 2, delta */
+            float          unlift[2];
+            {
+                const float4 *stats = w.stats + c.first_row + ((int64_t)p.g * c.blocks + least(p.m, c.blocks - 1)) * M + r;
+                const float4  a = __ldcg(stats), b = __ldcg(stats + 8);
+                row[0] = float2{a.x, a.y}, row[1] = float2{b.x, b.y}, unlift[0] = a.z, unlift[1] = b.z;
+            }
+#pragma unroll
+            for (int i = 0; i < D / 16 && D == 128; i++)
+                ldmatrix(q[i], shared_address(qs) + tile_offset<128, M>(warp * 16 + (lane & 15), 2 * i + (lane >> 4)));
+            const uint32_t q_at = shared_address(qs) + own * 64 * 128, g_at = shared_address(gs) + own * 64 * 128;
+            int            before = -1; /* the stage whose K dQ still reads */
+            for (int i = begin; i < end; i++) {
+                int len = TILE;
+#pragma unroll 1
+                for (int h = 0; h < len; h += CHUNK) {
+                    const uint32_t at = shared_address(ring + k.stage * S::STAGE);
+                    bar_wait(full + k.stage, k.phase);
+                    const Sight &y = sights[k.stage];
+                    len = y.len;
+                    if (len - h < CHUNK) /* what follows may be closed, and NaN, which no 0 of dS hides */
+                        clear_rows<D, CHUNK, 128>(ring + k.stage * S::STAGE, len - h, tid % 128, 4 + own);
+                    const int    seen[2] = {sees(y, qi[0]) - h, sees(y, qi[1]) - h}, tile = y.tile;
+                    const float  from[2] = {row[0].x - y.bias, row[1].x - y.bias};
+                    wgmma_fence();
+#pragma unroll
+                    for (int j = 0; j < D / 16; j++)
+                    {
+                        const uint64_t k_at = descriptor(at + j / 4 * CHUNK * 128 + j % 4 * 32, 1);
+                        if (D == 128) wgmma_scores<T>(s, q[j], k_at, j > 0);
+                        else wgmma_scores<T>(s, descriptor(q_at + j * 32, 1), k_at, j > 0);
+                    }
+                    wgmma_commit();
+#pragma unroll
+                    for (int j = 0; j < D / 16; j++)
+                        wgmma_scores<T>(dp, descriptor(g_at + j / 4 * M * 128 + j % 4 * 32, 1),
+                                        descriptor(at + S::STAGE / 2 + j / 4 * CHUNK * 128 + j % 4 * 32, 1), j > 0);
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    settle(s);
+                    if (before >= 0 && tid % 128 == 0) bar_arrive(empty + before); /* dQ before it is done, too */
+                    before = k.stage;
+#pragma unroll
+                    for (int n = 0; n < 8; n++) {
+#pragma unroll
+                        for (int u = 0; u < 4; u++) s[n][u] = exp2_fast(fmaf(s[n][u], times, -from[u >> 1]));
+                    }
+                    wgmma_wait<0>();
+                    settle(dp);
+#pragma unroll
+                    for (int n = 0; n < 8; n++) {
+#pragma unroll
+                        for (int u = 0; u < 4; u++) s[n][u] *= dp[n][u] - row[u >> 1].y;
+                    }
+                    if (seen[0] < CHUNK || seen[1] < CHUNK) {
+#pragma unroll
+                        for (int n = 0; n < 8; n++) {
+#pragma unroll
+                            for (int u = 0; u < 4; u++)
+                                if (8 * n + 2 * t + (u & 1) >= seen[u >> 1]) s[n][u] = 0.0f;
+                        }
+                    }
+#pragma unroll
+                    for (int n = 0; n < 8; n++) sum[0] += s[n][0] + s[n][1], sum[1] += s[n][2] + s[n][3];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) weights<T>(weight[j], s, 2 * j);
+                    wgmma_fence();
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        wgmma_mix<T>(dq, weight[j], descriptor(at + j * 16 * 128, CHUNK * 128), (i > begin || h > 0) | j);
+                    wgmma_commit();
+                    k.next();
+                    if (h + CHUNK >= len) {
+                        float all = sum[0] * unlift[0] + sum[1] * unlift[1];
+                        for (int j = 16; j; j >>= 1) all += __shfl_xor_sync(~0u, all, j);
+                        if (lane == 0 && tile >= 0)
+                            w.partial[((c.first_open + (int64_t)p.g * c.tiles + tile) * w.blocks + p.m) * S::WARPS + warp] = all;
+                        sum[0] = sum[1] = 0.0f;
+                    }
+                }
+            }
+            wgmma_wait<0>();
+            settle(dq);
+            if (before >= 0 && tid % 128 == 0) bar_arrive(empty + before);
+            named_sync(4 + own, 128);
+            if (tid % 128 == 0) bar_arrive(row_empty);
+            if (begin >= end) {
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) dq[n][0] = dq[n][1] = dq[n][2] = dq[n][3] = 0.0f;
+            }
+            if (!p.whole) {
+                float *slot = w.slots + (int64_t)p.slot * M * D;
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) {
+                    *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{dq[n][0], dq[n][1]};
+                    *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{dq[n][2], dq[n][3]};
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
+                    if (!y.real) continue;
+                    const float weight = c.scale * unlift[i];
+                    const bool  vector = is_even(y.s->x.dq);
+#pragma unroll
+                    for (int n = 0; n < D / 8; n++) {
+                        float z[2] = {dq[n][2 * i] * weight, dq[n][2 * i + 1] * weight};
+                        store_out<2>(y.s->x.dq, vector, c.d_k, Row{y.i, y.h, true}, 8 * n + 2 * t, z);
+                    }
+                }
+            }
+        }
+    }
+#endif
+}
+
+/* ---- backward over the suffixes' own keys: dK and dV --------------------------------------------------------------
+
+   math    dK = scale dS^T Q and dV = P^T dO over the rows of the suffix, P of the softmax that made the output
+   CTA     16 keys of a suffix and KV head; 4 warps for dK and 4 for dV share 128 rows out, and their sums meet at the
+           end. Scores are made transposed, so that P^T and dS^T are operands as they come out of mma.sync
+   why     N_q keys by G N_q rows: nothing beside the context, which gets no such gradient; so small and many CTAs     */
+
+template <int D> struct OwnShape {
+    static constexpr int OWN = KEYS * D * 2, ROWS = TILE * D * 2;
+    static constexpr int SHARED = 2 * OWN + 2 * ROWS + TILE * (int)(sizeof(float4) + sizeof(float2));
+};
+
+/* Rows of [rows][D] in shared memory as mma and ldmatrix take them, zeros from row n on; by 256 threads. */
+template <int D, int ROWS> DKV__DEVICE void copy_rows(char *to, const char *from, int n) {
+    for (int i = threadIdx.x; i < ROWS * (D / 8); i += 256) {
+        const int row = i / (D / 8), c = i % (D / 8);
+        copy16(shared_address(to) + tile_offset<128, ROWS>(row, c), from + (row < n ? row * D * 2 + c * 16 : 0), row < n);
+    }
+}
+
+/* The least lift of a suffix's rows of one KV head, as 2^-lift: what its sums over rows are kept at. */
+DKV__DEVICE float common_unlift(const float4 *stats, int rows) {
+    __shared__ float most_of[8];
+    float            x = 0.0f;
+    for (int i = threadIdx.x; i < rows; i += 256) x = fmaxf(x, stats[i].z);
+    for (int i = 16; i; i >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));
+    if (threadIdx.x % 32 == 0) most_of[threadIdx.x / 32] = x;
+    __syncthreads();
+    for (int i = 0; i < 8; i++) x = fmaxf(x, most_of[i]);
+    return x;
+}
+
+template <class T, int D> DKV__DEVICE void own_gradients(const GatedWork &w, const Part &part) {
+    typedef OwnShape<D> S;
+    constexpr int       M = WgmmaShape<D>::M;
+    extern __shared__ __align__(1024) char shared[];
+    char   *ks = shared, *vs = ks + S::OWN, *qs = vs + S::OWN, *gs = qs + S::ROWS;
+    float4 *stat = (float4 *)(gs + S::ROWS);
+    float2 *sight = (float2 *)(stat + TILE); /* keys of the suffix that a row sees; what its dO is weighed by */
+    const int  warp = threadIdx.x / 32, lane = threadIdx.x & 31, r = lane / 4, t = lane & 3;
+    const bool values = warp >= 4;
+    const Suffix       &s = w.suffixes[part.of];
+    const GatedContext &c = w.contexts[s.context];
+    const int           key0 = part.row;
+    const int64_t head_row = c.first_row + (int64_t)part.g * c.blocks * M;
+    const int     first = s.first * c.G, end = (s.first + (int)s.x.N_q) * c.G;
+    const float   unlift = Name<T>::type == DKV_F16 ? common_unlift(w.stats + head_row + first, end - first) : 1.0f;
+    const int64_t key = c.first_key + (int64_t)part.g * c.own_keys + s.key + key0;
+    copy_rows<D, KEYS>(ks, w.own_k_rows + key * D * 2, KEYS);
+    copy_rows<D, KEYS>(vs, w.own_v_rows + key * D * 2, KEYS);
+    float sum[D / 8][4] = {};
+    for (int row0 = first + key0 * c.G; row0 < end; row0 += TILE) {
+        const int n = least(end - row0, TILE), at = warp % 4 * 32;
+        __syncthreads(); /* what is there is read no more */
+        copy_rows<D, TILE>(qs, w.q_rows + (head_row + row0) * D * 2, n);
+        copy_rows<D, TILE>(gs, w.d_out_rows + (head_row + row0) * D * 2, n);
+        if (threadIdx.x < TILE) {
+            const int row = row0 + (int)threadIdx.x;
+            stat[threadIdx.x] = (int)threadIdx.x < n ? w.stats[head_row + row] : float4{INFINITY, 0.0f, 1.0f, INFINITY};
+            sight[threadIdx.x] = float2{(int)threadIdx.x < n ? (float)(row / c.G - s.first - key0) : -1.0f,
+                                        stat[threadIdx.x].z / unlift};
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+#pragma unroll 1
+        for (int step = at; step < least(n, at + 32); step += 16) {
+            float x[2][4] = {}, dp[2][4] = {};
+            scores16<T, D, KEYS, 2, 128>(x, ks, 0, qs, step);
+            if (!values) scores16<T, D, KEYS, 2, 128>(dp, vs, 0, gs, step);
+#pragma unroll
+            for (int n8 = 0; n8 < 2; n8++) {
+#pragma unroll
+                for (int u = 0; u < 4; u++) {
+                    const int    row = step + 8 * n8 + 2 * t + (u & 1);
+                    const float4 y = stat[row];
+                    const float  p = exp2_fast(x[n8][u] * c.times - (values ? y.w : y.x)) * sight[row].y;
+                    const bool   seen = (float)(r + (u >> 1) * 8) <= sight[row].x;
+                    x[n8][u] = !seen ? 0.0f : values ? p : p * (dp[n8][u] - y.y);
+                }
+            }
+            mix16<T, D, 2, 128>(sum, x, values ? gs : qs, step, TILE);
+        }
+    }
+    float *sums = (float *)qs; /* [8 warps][D / 8][32 lanes][4] */
+    __syncthreads();
+#pragma unroll
+    for (int n8 = 0; n8 < D / 8; n8++) *(float4 *)(sums + ((warp * (D / 8) + n8) * 32 + lane) * 4) = *(float4 *)sum[n8];
+    __syncthreads();
+    const dkv_tensor &to = values ? s.x.dv : s.x.dk;
+    const bool        vector = is_even(to);
+    const float       weight = values ? unlift : unlift * c.scale;
+    for (int n8 = warp % 4; n8 < D / 8; n8 += 4) {
+        float4 y = {};
+        for (int i = 0; i < 4; i++) {
+            const float4 z = *(float4 *)(sums + (((values * 4 + i) * (D / 8) + n8) * 32 + lane) * 4);
+            y.x += z.x, y.y += z.y, y.z += z.z, y.w += z.w;
+        }
+        const float lo[2] = {y.x * weight, y.y * weight}, hi[2] = {y.z * weight, y.w * weight};
+        const int   row = key0 + r, d = values ? c.d_v : c.d_k;
+        store_out<2>(to, vector, d, Row{row, part.g, row < s.x.N_q}, 8 * n8 + 2 * t, lo);
+        store_out<2>(to, vector, d, Row{row + 8, part.g, row + 8 < s.x.N_q}, 8 * n8 + 2 * t, hi);
+    }
+}
+
+/* dQ of a head that was cut: its slots summed in order; a warp a row. */
+template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job) {
+    constexpr int N = D / 32;
+    const int     lane = threadIdx.x & 31, r = job % (M / 8) * 8 + (int)threadIdx.x / 32, m = job / (M / 8) % w.blocks;
+    HeadCut           cut;
+    const bool          is_cut = cut_head(w, 1, job / (M / 8) / w.blocks, m, &cut);
+    const int2          where = w.heads[is_cut ? cut.head : 0];
+    const GatedContext &c = w.contexts[where.x];
+    const GatedRow      y = gated_row<M>(w, c, where.y, m * M + r);
+    const float         weight = c.scale * __ldcg(&w.stats[y.real ? y.at : 0].z);
+    let_next_start();
+    if (!is_cut || m >= c.blocks || !y.real) return;
+    float sum[N] = {};
+    for (int i = cut.pieces.first; i <= cut.pieces.last; i += 8) {
+        float x[8][N];
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const int    slot = piece_slot(cut.pieces, i + k);
+            const float *from = w.slots + ((int64_t)slot * M + r) * D + lane * N;
+#pragma unroll
+            for (int u = 0; u < N; u++) x[k][u] = slot < 0 ? 0.0f : __ldcg(from + u);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+#pragma unroll
+            for (int u = 0; u < N; u++) sum[u] += x[k][u];
+        }
+    }
+#pragma unroll
+    for (int u = 0; u < N; u++) sum[u] *= weight;
+    store_out<N>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, lane * N, sum);
+}
+
+/* d ln u of a cell: the sums of its tiles, row blocks and warps in order; by a warp. Cells are counted over the heads of
+   all contexts, as many for each as the largest D. */
+template <int M> DKV__DEVICE void sum_cell(const GatedWork &w, int64_t cell) {
+    constexpr int       WARPS = M / 16;
+    const int2          where = w.heads[cell / w.most_cells];
+    const GatedContext &c = w.contexts[where.x];
+    const int           b = (int)(cell % w.most_cells), lane = threadIdx.x & 31;
+    if (b >= c.D) return;
+    const int64_t at = (int64_t)where.y * c.D + b;
+    float         sum = 0.0f;
+    if (c.ln_u[at] * LOG2E >= CLOSED * LOG2E) {
+        int first, n;
+        tiles_of_bin(c, b, &first, &n);
+        const float *from = w.partial + (c.first_open + (int64_t)where.y * c.tiles + first) * w.blocks * WARPS;
+        for (int i = lane; i < n * w.blocks * WARPS; i += 32)
+            if (i / WARPS % w.blocks < c.blocks) sum += __ldcg(from + i);
+    }
+    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
+    if (lane == 0) c.d_ln_u[at] = sum;
+}
+
+/* The ends of backward, one behind the other in the grid: own keys; heads that were cut; and the cells,
+   shared out among the rest. */
+template <class T, int D> __global__ void __launch_bounds__(256, 2) gated_finish(const __grid_constant__ GatedWork w) {
+    constexpr int M = WgmmaShape<D>::M;
+    const int cuts = cuts_of(w, 1) * w.blocks * (M / 8), cut = (int)blockIdx.x - w.n_key_parts, cell = cut - cuts;
+    if (cut < 0) {
+        own_gradients<T, D>(w, w.key_parts[blockIdx.x]); /* needs nothing of the kernel before, and ends beside it */
+        let_next_start();
+    } else if (cell < 0) {
+        sum_queries<M, D>(w, cut);
+    } else {
+        let_next_start();
+        const int64_t step = (int64_t)(gridDim.x - w.n_key_parts - cuts) * 8, all = (int64_t)w.n_heads * w.most_cells;
+        for (int64_t i = (int64_t)cell * 8 + threadIdx.x / 32; i < all; i += step) sum_cell<M>(w, i);
+    }
+}
+
+/* ---- preparing a batch: checks, tables, maps ---- */
+
+int64_t rows_of(const dkv_gated &c) { /* of a KV head */
+    int64_t n = 0;
+    for (int64_t i = 0; i < c.n_suffix; i++) n += c.suffix[i].N_q;
+    return n * (c.H / c.Hkv);
+}
+
+/* K and V of the context as strided tensors, packed ones too. */
+dkv_result context_of(const dkv_gated &c, dkv_tensor *k, dkv_tensor *v) {
+    const dkv_segment &x = c.context;
+    *k = x.k, *v = x.v;
+    if (!x.packed) return x.rows || x.n != c.T_c ? DKV_ERR_SHAPE : DKV_OK;
+    const dkv_packed &p = *x.packed;
+    if (!p.data) return DKV_ERR_STATE;
+    if (p.Hkv != c.Hkv || p.d_k != c.d_k || p.d_v != c.d_v) return DKV_ERR_SHAPE;
+    for (int g = 0; g < p.Hkv; g++)
+        if (p.rows[g] != c.T_c) return DKV_ERR_SHAPE;
+    const Layout  y = layout_of(p.type, p.Hkv, p.d_k, p.d_v, p.rows);
+    const int64_t rows = round_up(c.T_c, TILE), e = type_bytes(p.type);
+    *k = dkv_tensor{p.data, p.type, y.k_row, rows * y.k_row, e};
+    *v = dkv_tensor{(char *)p.data + y.v, p.type, y.v_row, rows * y.v_row, e};
+    return DKV_OK;
+}
+
+dkv_result check_suffix(const dkv_gated &c, const dkv_suffix &x) {
+    if (x.N_q < 0 || x.N_q > 1 << 20) return DKV_ERR_SHAPE;
+    int ok = x.q.type <= DKV_BF16 && x.k.type <= DKV_BF16 && x.v.type <= DKV_BF16 && x.out.type <= DKV_BF16;
+    ok = ok && x.d_out.type <= DKV_BF16 && x.dq.type <= DKV_BF16 && x.dk.type <= DKV_BF16 && x.dv.type <= DKV_BF16;
+    return ok && (!c.open || x.out_relaxed.type <= DKV_BF16) ? DKV_OK : DKV_ERR_TYPE;
+}
+
+dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
+    dkv_tensor k, v;
+    if (c.H < 1 || c.Hkv < 1 || c.H > 4096 || c.H % c.Hkv || c.n_suffix < 0) return DKV_ERR_SHAPE;
+    if (c.d_k < 8 || c.d_k > 128 || c.d_k % 8 || c.d_v < 8 || c.d_v > 128 || c.d_v % 8) return DKV_ERR_SHAPE;
+    if (c.D < 1 || c.D > 1 << 20 || c.T_c < 0 || c.T_c > 1 << 30 || c.W < 1 || c.W > FAR) return DKV_ERR_FIELD;
+    if (c.S < 0 || c.S > FAR || c.R < 0 || c.R > FAR) return DKV_ERR_FIELD;
+    if (!(c.scale >= 0.0f && c.scale <= 3.0e38f)) return DKV_ERR_FIELD;
+    if (c.T_c > c.S + c.R + c.W * c.D) return DKV_ERR_RANGE;
+    dkv_result r = context_of(c, &k, &v);
+    for (int64_t i = 0; !r && i < c.n_suffix; i++) r = check_suffix(c, c.suffix[i]);
+    if (!r && rows_of(c) > 1 << 24) r = DKV_ERR_SHAPE;
+    if (r || !c.T_c) return r;
+    if (k.type != v.type || (k.type != DKV_F16 && k.type != DKV_BF16) || (*type != DKV_F32 && *type != k.type)) return DKV_ERR_TYPE;
+    if (!is_vector(k) || !is_vector(v)) return DKV_ERR_ALIGN;
+    *type = k.type;
+    return DKV_OK;
+}
+
+/* What a batch comes to, and where things lie: tables in the block, what passes write in the workspace. */
+struct GatedSizes {
+    dkv_type type;
+    int      D, M, sides, groups;
+    int64_t  heads, suffixes, queries, keys, rows, blocks, all_blocks, own, opens, q_parts, own_parts, key_parts, cells;
+    int64_t  tiles, most_tiles;
+    int64_t  tile_at, suffix_at, question_at, head_at, own_at, count_at, q_part_at, own_part_at, key_part_at, block;
+    int64_t  open_at, before_at, stats_at, q_at, g_at, k_at, v_at, partial_at, slots_at, ws;
+};
+
+int64_t place(int64_t *at, int64_t bytes) {
+    const int64_t here = *at;
+    *at = round_up(here + bytes, 128);
+    return here;
+}
+
+/* Tiles of its own keys that a row block looks at: of suffixes that it has rows of, up to their last query there. */
+template <class F> int64_t own_tiles(const dkv_gated &c, int64_t M, int64_t m, F each) {
+    const int64_t G = c.H / c.Hkv;
+    int64_t       n = 0, first = 0, key = 0;
+    for (int64_t i = 0; i < c.n_suffix; i++) {
+        const int64_t N_q = c.suffix[i].N_q, last = least(((m + 1) * M - 1) / G - first, N_q - 1);
+        if (first * G < (m + 1) * M && (first + N_q) * G > m * M) {
+            for (int64_t j = 0; j <= last; j += TILE, n++)
+                each(OwnTile{(int32_t)(key + j), (int32_t)first, (int32_t)(first + N_q), (int32_t)(first + j - 1)});
+        }
+        first += N_q;
+        key += round_up(N_q, TILE);
+    }
+    return n;
+}
+int64_t most_own_tiles(const dkv_gated &c, int64_t M) {
+    int64_t n = 0;
+    for (int64_t m = 0; m * M < rows_of(c); m++) n = most(n, own_tiles(c, M, m, [](const OwnTile &) {}));
+    return n;
+}
+
+/* CTAs in groups of blocks: as many groups as fill whole waves best. */
+int groups_of(int64_t blocks, int sides, int sms) {
+    int    best = sides;
+    double least_time = 1e30;
+    for (int g = sides; g == sides || g * blocks <= 4 * (int64_t)sms; g++) {
+        double time = (double)ceil_div(g * blocks, sms) / g;
+        if (time < least_time * 0.98) best = g, least_time = time;
+    }
+    return best;
+}
+
+dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Device &dev) {
+    *s = GatedSizes{DKV_F32, 64};
+    if (dev.arch != 90) return DKV_ERR_DEVICE;
+    for (int64_t i = 0; i < n; i++) {
+        dkv_result r = check_gated(c[i], &s->type);
+        if (r) return r;
+        if (most(c[i].d_k, c[i].d_v) > 64) s->D = 128;
+        if (i && !c[i].open != !c[0].open) return DKV_ERR_FIELD; /* a batch is straight-through as a whole */
+    }
+    if (s->type == DKV_F32) s->type = DKV_BF16;
+    s->M = s->D == 64 ? 192 : 128;
+    s->sides = n && c[0].open ? 2 : 1;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t blocks = ceil_div(rows_of(c[i]), s->M), Hkv = c[i].Hkv;
+        s->heads += Hkv;
+        s->suffixes += c[i].n_suffix;
+        s->queries += rows_of(c[i]) / (c[i].H / Hkv);
+        for (int64_t x = 0; x < c[i].n_suffix; x++) {
+            s->keys += round_up(c[i].suffix[x].N_q, TILE) * Hkv;
+            s->key_parts += ceil_div(c[i].suffix[x].N_q, KEYS) * Hkv;
+        }
+
+        s->rows += blocks * s->M * Hkv;
+        s->blocks = most(s->blocks, blocks);
+        s->all_blocks += blocks;
+        s->own += most_own_tiles(c[i], s->M) * blocks;
+        s->opens += tiles_of(c[i]) * Hkv;
+        s->cells = most(s->cells, c[i].D);
+        s->tiles += tiles_of(c[i]);
+        s->most_tiles = most(s->most_tiles, tiles_of(c[i]));
+    }
+    s->own_parts = s->keys / CHUNK;
+    s->q_parts = s->rows / CHUNK;
+    if (s->rows > 1 << 30 || s->keys > 1 << 30 || s->opens > 1 << 28) return DKV_ERR_SHAPE;
+    if (!s->rows) return DKV_OK;
+    s->groups = groups_of(s->blocks, s->sides, dev.sms);
+    int64_t at = 0;
+    place(&at, n * (int64_t)sizeof(GatedContext));
+    s->suffix_at = place(&at, s->suffixes * (int64_t)sizeof(Suffix));
+    s->question_at = place(&at, s->queries * (int64_t)sizeof(Question));
+    s->head_at = place(&at, s->heads * (int64_t)sizeof(int2));
+    s->own_at = place(&at, s->own * (int64_t)sizeof(OwnTile));
+    s->count_at = place(&at, s->all_blocks * 4);
+    s->q_part_at = place(&at, s->q_parts * (int64_t)sizeof(Part));
+    s->own_part_at = place(&at, s->own_parts * (int64_t)sizeof(Part));
+    s->key_part_at = place(&at, s->key_parts * (int64_t)sizeof(Part));
+    s->tile_at = place(&at, s->tiles * (int64_t)sizeof(Tile));
+    s->block = at;
+    at = 0;
+    s->before_at = place(&at, 4 + s->sides * (s->heads + 1) * 4);
+    s->open_at = place(&at, s->sides * s->opens * (int64_t)sizeof(Open));
+    s->stats_at = place(&at, s->rows * (int64_t)sizeof(float4));
+    s->q_at = place(&at, s->rows * s->D * 2);
+    s->g_at = place(&at, s->rows * s->D * 2);
+    s->k_at = place(&at, s->keys * s->D * 2);
+    s->v_at = place(&at, s->keys * s->D * 2);
+    s->partial_at = place(&at, s->opens * s->blocks * (s->M / 16) * 4);
+    s->slots_at = place(&at, s->groups * s->blocks * 2 * s->M * (s->D + 2) * 4);
+    s->ws = at;
+    return DKV_OK;
+}
+
+dkv_result describe_context(GatedContext *x, const dkv_gated &c, const GatedSizes &s) {
+    dkv_tensor k, v;
+    memset((void *)x, 0, sizeof *x);
+    dkv_result r = context_of(c, &k, &v);
+    if (!r && c.T_c) r = encode_map(&x->k, k, c.d_k, c.T_c, c.Hkv, s.D, CHUNK);
+    if (!r && c.T_c) r = encode_map(&x->v, v, c.d_v, c.T_c, c.Hkv, s.D, CHUNK);
+    x->ln_u = c.ln_u;
+    x->open = c.open;
+    x->d_ln_u = c.d_ln_u;
+    x->T_c = c.T_c, x->W = c.W, x->S = c.S, x->R = c.R;
+    x->D = (int32_t)c.D, x->H = c.H, x->Hkv = c.Hkv, x->G = c.H / c.Hkv, x->d_k = c.d_k, x->d_v = c.d_v;
+    x->queries = (int32_t)(rows_of(c) / x->G);
+    x->blocks = (int32_t)ceil_div(rows_of(c), s.M);
+    x->tiles = (int32_t)tiles_of(c);
+    x->own_tiles = (int32_t)most_own_tiles(c, s.M);
+    for (int64_t i = 0; i < c.n_suffix; i++) x->own_keys += (int32_t)round_up(c.suffix[i].N_q, TILE);
+    x->scale = c.scale > 0.0f ? c.scale : 1.0f / sqrtf((float)c.d_k);
+    x->times = x->scale * LOG2E;
+    return r;
+}
+
+void post_parts(Post *post, int32_t of, int32_t Hkv, int64_t rows, int step) {
+    for (int32_t g = 0; g < Hkv; g++) {
+        for (int64_t row = 0; row < rows; row += step) {
+            const Part y = {of, g, (int32_t)row};
+            post->put(&y, sizeof y);
+        }
+    }
+}
+
+/* The tables of the block, in its order. */
+void post_gated(Post *post, const dkv_gated *c, int64_t n, const GatedSizes &s) {
+    GatedContext x, all = {};
+    for (int64_t i = 0; i < n; i++) {
+        describe_context(&x, c[i], s);
+        x.first_tile = all.first_tile, x.first_open = all.first_open;
+        x.first_row = all.first_row, x.first_key = all.first_key, x.first_own = all.first_own;
+        x.first_question = all.first_question, x.first_block = all.first_block, x.first_head = all.first_head;
+        all.first_tile += x.tiles, all.first_open += (int64_t)x.tiles * x.Hkv;
+        all.first_row += (int64_t)x.blocks * s.M * x.Hkv;
+        all.first_key += (int64_t)x.own_keys * x.Hkv;
+        all.first_own += (int64_t)x.own_tiles * x.blocks;
+        all.first_question += x.queries, all.first_block += x.blocks, all.first_head += x.Hkv;
+        post->put(&x, sizeof x);
+    }
+    post->align(s.suffix_at);
+    for (int64_t i = 0; i < n; i++) {
+        Suffix y = {};
+        y.context = (int32_t)i;
+        for (int64_t j = 0; j < c[i].n_suffix; j++) {
+            y.x = c[i].suffix[j];
+            post->put(&y, sizeof y);
+            y.first += (int32_t)y.x.N_q, y.key += (int32_t)round_up(y.x.N_q, TILE);
+        }
+    }
+    post->align(s.question_at);
+    for (int64_t i = 0, suffix = 0; i < n; i++) {
+        for (int64_t j = 0; j < c[i].n_suffix; j++, suffix++) {
+            for (int64_t k = 0; k < c[i].suffix[j].N_q; k++) {
+                Question q = {(int32_t)suffix, (int32_t)k};
+                post->put(&q, sizeof q);
+            }
+        }
+    }
+    post->align(s.head_at);
+    for (int64_t i = 0; i < n; i++) {
+        for (int g = 0; g < c[i].Hkv; g++) {
+            int2 head = {(int)i, g};
+            post->put(&head, sizeof head);
+        }
+    }
+    post->align(s.own_at);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t all_tiles = most_own_tiles(c[i], s.M);
+        for (int64_t m = 0; m * s.M < rows_of(c[i]); m++) {
+            int64_t   k = own_tiles(c[i], s.M, m, [&](const OwnTile &y) { post->put(&y, sizeof y); });
+            const OwnTile none = {};
+            for (; k < all_tiles; k++) post->put(&none, sizeof none);
+        }
+    }
+    post->align(s.count_at);
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t m = 0; m * s.M < rows_of(c[i]); m++) {
+            int32_t k = (int32_t)own_tiles(c[i], s.M, m, [](const OwnTile &) {});
+            post->put(&k, sizeof k);
+        }
+    }
+    post->align(s.q_part_at);
+    for (int64_t i = 0; i < n; i++) post_parts(post, (int32_t)i, c[i].Hkv, round_up(rows_of(c[i]), s.M), CHUNK);
+    post->align(s.own_part_at);
+    for (int64_t i = 0, suffix = 0; i < n; i++)
+        for (int64_t j = 0; j < c[i].n_suffix; j++, suffix++)
+            post_parts(post, (int32_t)suffix, c[i].Hkv, round_up(c[i].suffix[j].N_q, TILE), CHUNK);
+    post->align(s.key_part_at);
+    for (int64_t i = 0, suffix = 0; i < n; i++)
+        for (int64_t j = 0; j < c[i].n_suffix; j++, suffix++)
+            post_parts(post, (int32_t)suffix, c[i].Hkv, c[i].suffix[j].N_q, KEYS);
+    post->flush();
+}
+
+/* Rows of 16 bits, gathered: [rows][D]. */
+dkv_result encode_rows(CUtensorMap *map, char *data, dkv_type type, int D, int64_t rows) {
+    return encode_map(map, dkv_tensor{data, type, D * 2, 0, 2}, D, rows, 1, D, CHUNK);
+}
+
+dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
+    char         *block = (char *)k->block, *ws = (char *)k->ws;
+    GatedSizes    s;
+    memcpy(&s, k->sizes, sizeof s);
+    memset((void *)w, 0, sizeof *w);
+    dkv_result r = encode_rows(&w->q, ws + s.q_at, s.type, s.D, s.rows);
+    if (!r) r = encode_rows(&w->d_out, ws + s.g_at, s.type, s.D, s.rows);
+    if (!r) r = encode_rows(&w->own_k, ws + s.k_at, s.type, s.D, s.keys);
+    if (!r) r = encode_rows(&w->own_v, ws + s.v_at, s.type, s.D, s.keys);
+    w->contexts = (const GatedContext *)block;
+    w->suffixes = (const Suffix *)(block + s.suffix_at);
+    w->questions = (const Question *)(block + s.question_at);
+    w->tiles = (const Tile *)(block + s.tile_at);
+    w->heads = (const int2 *)(block + s.head_at);
+    w->own = (const OwnTile *)(block + s.own_at);
+    w->own_count = (const int32_t *)(block + s.count_at);
+    w->q_parts = (const Part *)(block + s.q_part_at);
+    w->own_parts = (const Part *)(block + s.own_part_at);
+    w->key_parts = (const Part *)(block + s.key_part_at);
+    w->arrived = (int *)(ws + s.before_at);
+    w->before = w->arrived + 1;
+    w->opens = (Open *)(ws + s.open_at);
+    w->stats = (float4 *)(ws + s.stats_at);
+    w->q_rows = ws + s.q_at;
+    w->d_out_rows = ws + s.g_at;
+    w->own_k_rows = ws + s.k_at;
+    w->own_v_rows = ws + s.v_at;
+    w->partial = (float *)(ws + s.partial_at);
+    w->slots = (float *)(ws + s.slots_at);
+    w->opens_of_side = s.opens;
+    w->n_heads = (int)s.heads;
+    w->sides = s.sides;
+    w->groups = s.groups;
+    w->blocks = (int)s.blocks;
+    w->n_q_parts = (int)s.q_parts;
+    w->n_own_parts = (int)s.own_parts;
+    w->n_key_parts = (int)s.key_parts;
+    w->most_cells = (int)s.cells;
+    return r;
+}
+
+template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward, cudaStream_t stream) {
+    constexpr int M = WgmmaShape<D>::M;
+    const unsigned lists = (unsigned)(w.n_heads * (backward ? 1 : w.sides)), grid = (unsigned)(w.groups * w.blocks);
+    const dim3     gather(lists + (unsigned)w.n_q_parts + (unsigned)w.n_own_parts);
+    dkv_result     r;
+    if (!backward) {
+        r = launch(gated_gather<T, D, false>, gather, 256, 0, true, stream, w);
+        if (!r) r = launch(gated_forward<T, D>, dim3(grid), WgmmaShape<D>::THREADS, GatedShape<D>::SHARED, true, stream, w);
+        if (!r && w.groups > w.sides)
+            r = launch(gated_combine<M, D>, dim3(M / 8, (unsigned)cuts_of(w, w.sides), (unsigned)w.blocks), 256, 0, true, stream, w);
+        return r;
+    }
+    const int64_t  cells = ceil_div((int64_t)w.n_heads * w.most_cells, 8);
+    const unsigned ends = (unsigned)(w.n_key_parts + cuts_of(w, 1) * w.blocks * (M / 8) +
+                                     least(cells, (int64_t)132));
+    r = launch(gated_gather<T, D, true>, gather, 256, 0, true, stream, w);
+    if (!r) r = launch(gated_backward<T, D>, dim3(grid), BackwardShape<D>::THREADS, BackwardShape<D>::SHARED, true, stream, w);
+    if (!r) r = launch(gated_finish<T, D>, dim3(ends), 256, OwnShape<D>::SHARED, true, stream, w);
+    return r;
+}
+
+dkv_result gated_pass(const dkv_cuda_gated *k, bool backward, void *stream) {
+    GatedSizes s;
+    memcpy(&s, k->sizes, sizeof s);
+    if (!s.rows) return DKV_OK;
+    GatedWork  w;
+    dkv_result r = gated_work(&w, k);
+    cudaStream_t st = (cudaStream_t)stream;
+    if (r) return r;
+    if (s.D == 64) return s.type == DKV_F16 ? run_gated<__half, 64>(w, backward, st) : run_gated<__nv_bfloat16, 64>(w, backward, st);
+    return s.type == DKV_F16 ? run_gated<__half, 128>(w, backward, st) : run_gated<__nv_bfloat16, 128>(w, backward, st);
+}
+
+} /* namespace */
+
+extern "C" dkv_result dkv_cuda_gated_size(size_t *block_bytes, size_t *ws_bytes, const dkv_gated *c, int64_t n) {
+    Device     dev;
+    GatedSizes s;
+    dkv_result r = device_read(&dev);
+    if (!r) r = gated_sizes(&s, c, n, dev);
+    if (r) return r;
+    *block_bytes = (size_t)most(s.block, (int64_t)128);
+    *ws_bytes = (size_t)most(s.ws, (int64_t)128);
+    return DKV_OK;
+}
+
+extern "C" dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gated *c, int64_t n, void *block,
+                                             size_t block_bytes, void *ws, size_t ws_bytes, void *stream) {
+    static_assert(sizeof(GatedSizes) <= sizeof work->sizes, "sizes");
+    Device       dev;
+    GatedSizes   s;
+    GatedContext x;
+    Post         post;
+    dkv_result   r = device_read(&dev);
+    if (!r) r = gated_sizes(&s, c, n, dev);
+    if (r) return r;
+    if (block_bytes < (size_t)s.block || ws_bytes < (size_t)s.ws) return DKV_ERR_CAPACITY;
+    if ((uintptr_t)block % 128 || (uintptr_t)ws % 128) return DKV_ERR_ALIGN;
+    for (int64_t i = 0; i < n && !r; i++) r = describe_context(&x, c[i], s); /* before any write */
+    if (r) return r;
+    post.dst = (unsigned char *)block;
+    post.stream = (cudaStream_t)stream;
+    post.used = 0;
+    post.done = 0;
+    if (s.rows) {
+        post_gated(&post, c, n, s);
+        if (s.most_tiles)
+            make_tiles<<<dim3((unsigned)ceil_div(s.most_tiles, 256), (unsigned)n), 256, 0, (cudaStream_t)stream>>>(
+                (const GatedContext *)block, (Tile *)((char *)block + s.tile_at));
+        /* last: what follows it waits until all of the above is done, while a kernel's tables are read before it waits */
+        r = did(cudaMemsetAsync((char *)ws + s.before_at, 0, 4, (cudaStream_t)stream));
+    }
+    if (!r) r = launched();
+    if (r) return r;
+    memset(work, 0, sizeof *work);
+    work->block = block;
+    work->ws = ws;
+    memcpy(work->sizes, &s, sizeof s);
+    return DKV_OK;
+}
+
+extern "C" dkv_result dkv_cuda_gated_forward(const dkv_cuda_gated *work, void *stream) {
+    return gated_pass(work, false, stream);
+}
+
+extern "C" dkv_result dkv_cuda_gated_backward(const dkv_cuda_gated *work, void *stream) {
+    return gated_pass(work, true, stream);
 }

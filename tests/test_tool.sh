@@ -55,7 +55,7 @@ refused "wrong command" 2 "no command 'walk'" "$DKV" walk
 refused "missing value" 2 "--kind needs a value" "$DKV" pattern --kind
 refused "not a number" 2 "--layers must be a whole number" "$DKV" pattern --layers 3x
 refused "number out of range" 2 "--physical must be a number in 0..1" "$DKV" pattern --physical 1.5
-refused "wrong choice" 2 "must be one of full|streaming|random|heads|mask" "$DKV" pattern --kind all
+refused "wrong choice" 2 "must be one of full|heads|mask|streaming|random|" "$DKV" pattern --kind all
 refused "mask of another kind" 2 "--mask goes with" "$DKV" pattern --kind full --mask x -o "$t/x"
 refused "heads of another kind" 2 "--heads goes with" "$DKV" pattern --kind mask --mask x --heads 0:0 -o "$t/x"
 refused "no heads" 2 "needs --heads" "$DKV" pattern --kind heads --heads "" -o "$t/x"
@@ -100,6 +100,29 @@ make() { "$DKV" pattern --kind "$@" -o "$t/p.dkv"; }
     refused "unwritable" 1 "/nowhere/x" "$DKV" pattern --kind full $SHAPE -o /nowhere/x
     refused "model id not ASCII" 2 "printable ASCII" "$DKV" pattern --kind full $SHAPE --model "é" -o "$t/x"
 }
+
+# ---- controls
+"$DKV" pattern --kind random --rho 0.15 --seed 4 $SHAPE -o "$t/m.dkv"; info "$t/m.dkv"; cells=$(key "$t/info.json" cells)
+match() { kind=$1; shift; "$DKV" pattern --kind "$kind" --match "$t/m.dkv" -o "$t/p.dkv" "$@" > "$t/said"; }
+for kind in streaming random head-only distance-only distance-shuffled fully-shuffled; do
+    match $kind; info "$t/p.dkv"
+    equal "$kind: as many cells, whole groups" "$(for k in cells ones budget layers kv_heads bins; do
+        key "$t/info.json" $k; done | xargs)" "$cells $((3 * cells)) physical 3 2 10"
+    equal "$kind: says so" "$(cat "$t/said")" "$kind: $cells of 60 cells (layer, KV head, bin), as m.dkv has"
+done
+match distance-shuffled --seed 1; cp "$t/p.dkv" "$t/q.dkv"; match distance-shuffled --seed 1
+holds "controls: a seed is a pattern" cmp "$t/p.dkv" "$t/q.dkv"
+match distance-shuffled --seed 2
+holds "controls: another seed, another pattern" sh -c "! cmp -s '$t/p.dkv' '$t/q.dkv'"
+wrong() { name=$1 status=$2 text=$3; shift 3; refused "controls: $name" "$status" "$text" "$DKV" pattern -o "$t/x" "$@"; }
+wrong "no pattern" 2 "needs --match" --kind head-only --like "$t/m.dkv"
+wrong "a shape as well" 2 "--match gives shape" --kind head-only --match "$t/m.dkv" --bins 3
+wrong "a budget as well" 2 "--match gives the budget" --kind head-only --match "$t/m.dkv" --rho 0.1
+wrong "not a control" 2 "--match goes with the controls" --kind full --match "$t/m.dkv"
+wrong "a seed for nothing" 2 "--seed goes with" --kind head-only --match "$t/m.dkv" --seed 1
+wrong "no scores" 2 "--scores goes with" --kind scores-only --match "$t/m.dkv"
+wrong "scores for nothing" 2 "--scores goes with" --kind head-only --match "$t/m.dkv" --scores x
+wrong "scores that are none" 1 "not a score file" --kind scores-only --match "$t/m.dkv" --scores "$t/m.dkv"
 
 # ---- mask
 mask() { "$DKV" pattern --kind mask --mask "$t/mask" --layers 2 --query-heads 4 --kv-heads 2 -o "$t/p.dkv" "$@"; }

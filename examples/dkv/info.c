@@ -1,4 +1,4 @@
-/* dkv info: what a pattern is, and what it does to a context of T tokens. */
+/* dkv info: what a pattern is, and what it does to a context of T tokens; what a score file says. */
 #define _GNU_SOURCE
 #include "tool.h"
 
@@ -127,6 +127,90 @@ static void print_heat_map(const dkv_pattern *p) {
     }
 }
 
+/* ---- scores -------------------------------------------------------------- */
+
+typedef struct {
+    double mean, top;
+    int top_l, top_h;      /* the head with the highest mean over its bins */
+    int64_t peaks[3];      /* heads that reach 0.1, by the third of the bins that they peak in */
+    uint32_t least, most;  /* examples per bin */
+} score_facts;
+
+static score_facts look_at_scores(const score_table *s) {
+    score_facts f = {.least = UINT32_MAX};
+    const int64_t D = s->D, heads = (int64_t)s->L * s->H;
+    for (int64_t b = 0; b < D; b++) {
+        if (s->count[b] < f.least) f.least = s->count[b];
+        if (s->count[b] > f.most) f.most = s->count[b];
+    }
+    for (int64_t i = 0; i < heads; i++) {
+        const float *x = s->score + i * D;
+        double sum = 0;
+        int64_t peak = 0;
+        for (int64_t b = 0; b < D; b++) {
+            sum += (double)x[b];
+            if (x[b] > x[peak]) peak = b;
+        }
+        f.mean += sum / (double)(heads * D);
+        if (x[peak] >= 0.1f) f.peaks[3 * peak / D]++;
+        if (sum / (double)D > f.top) f.top = sum / (double)D, f.top_l = (int)(i / s->H), f.top_h = (int)(i % s->H);
+    }
+    return f;
+}
+
+static void print_scores_json(const score_table *s, const score_facts *f) {
+    char hex[20];
+    cJSON *o = cJSON_CreateObject();
+    number(o, "layers", s->L);
+    number(o, "heads", s->H);
+    number(o, "kv_heads", s->Hkv);
+    number(o, "bins", s->D);
+    number(o, "bin_width", s->W);
+    number(o, "sink", s->S);
+    number(o, "recent", s->R);
+    number(o, "context_tokens", s->T_c);
+    number(o, "examples_per_bin", f->least);
+    cJSON_AddNumberToObject(o, "mean", f->mean);
+    cJSON_AddNumberToObject(o, "best_head_mean", f->top);
+    number(o, "best_head_layer", f->top_l);
+    number(o, "best_head", f->top_h);
+    number(o, "heads_peak_near", f->peaks[0]);
+    number(o, "heads_peak_middle", f->peaks[1]);
+    number(o, "heads_peak_far", f->peaks[2]);
+    cJSON_AddStringToObject(o, "model", s->model);
+    cJSON_AddStringToObject(o, "tool", s->tool);
+    snprintf(hex, sizeof hex, "%016llx", (unsigned long long)s->data_hash);
+    cJSON_AddStringToObject(o, "data_hash", hex);
+    snprintf(hex, sizeof hex, "%llu", (unsigned long long)s->seed);
+    cJSON_AddStringToObject(o, "seed", hex);
+    print_json_object(o);
+}
+
+static void print_scores(const score_table *s, const score_facts *f, const char *path) {
+    printf("%s: retrieval scores\n", base_name(path));
+    printf("  model     %s\n", s->model[0] ? s->model : "(none named)");
+    printf("  shape     %d layers, %d query heads, %d KV heads\n", s->L, s->H, s->Hkv);
+    printf("  bins      %d of %lld tokens, sink %lld, recent %lld: a context of %lld tokens\n", s->D, (long long)s->W,
+           (long long)s->S, (long long)s->R, (long long)s->T_c);
+    printf("  examples  %u to %u in each bin\n", f->least, f->most);
+    printf("  mean      %.4f; the best head is L%dH%d with %.3f\n", f->mean, f->top_l, f->top_h, f->top);
+    printf("  peaks     of the heads that reach 0.1: %lld near, %lld in the middle, %lld far (thirds of the bins)\n",
+           (long long)f->peaks[0], (long long)f->peaks[1], (long long)f->peaks[2]);
+    printf("  made by   %s, seed %llu\n", s->tool[0] ? s->tool : "(unknown)", (unsigned long long)s->seed);
+}
+
+static void show_scores(const char *path) {
+    score_table s;
+    if (context >= 0) usage("--ctx goes with patterns; %s holds scores", base_name(path));
+    load_scores(&s, path);
+    score_facts f = look_at_scores(&s);
+    if (json) print_scores_json(&s, &f);
+    else print_scores(&s, &f, path);
+    free_scores(&s);
+}
+
+/* ---- the command --------------------------------------------------------- */
+
 int command_info(int argc, char **argv) {
     const tool_option options[] = {
         {0, "ctx", "T", OPT_INT, &context, 0, 68719476736., "show ratios and bytes at a context of T tokens"},
@@ -134,8 +218,9 @@ int command_info(int argc, char **argv) {
         {0, "json", NULL, OPT_FLAG, &json, 0, 0, "print JSON"},
         {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
     };
-    argv = parse_options(&argc, argv, options, "dkv info PATTERN.dkv [options]", NULL);
-    if (argc != 1) usage("give one pattern file; see dkv info --help");
+    argv = parse_options(&argc, argv, options, "dkv info PATTERN.dkv|SCORES.dks [options]", NULL);
+    if (argc != 1) usage("give one pattern or score file; see dkv info --help");
+    if (is_score_file(argv[0])) return show_scores(argv[0]), 0;
     dkv_pattern p;
     load_pattern(&p, argv[0]);
     dkv_stats stats = {0};

@@ -1,4 +1,4 @@
-/* dkv: make, show, draw and run distance patterns. One file per command; tool.h is what they share. */
+/* dkv: learn, make, show, draw, test and run distance patterns. One file per command; tool.h is what they share. */
 #define _GNU_SOURCE
 #include "tool.h"
 
@@ -12,9 +12,12 @@ static const struct {
     int (*run)(int argc, char **argv);
 } commands[] = {
     {"run",     "answer a question about a long text from a compressed KV cache", command_run},
+    {"probe",   "measure where each head retrieves, from a model", command_probe},
+    {"train",   "learn a pattern from those scores", command_train},
+    {"score",   "ask held-out questions: dense, patterns and their controls", command_score},
     {"info",    "show a pattern, and what it does to a context of a given length", command_info},
-    {"pattern", "make a pattern: full, streaming, random, by heads, from a text mask", command_pattern},
-    {"plot",    "draw a pattern as a PNG", command_plot},
+    {"pattern", "make a pattern: full, by heads, from a text mask; or the control of one", command_pattern},
+    {"plot",    "draw a pattern, or scores, as a PNG", command_plot},
     {"data",    "show the questions that patterns are learned from", command_data},
     {"import",  "make a pattern from a DuoAttention folder or a reference .pt file", command_import},
 };

@@ -9,11 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FULL, STREAMING, RANDOM, HEADS, MASK };
+enum { FULL, HEADS, MASK, STREAMING, RANDOM, OTHERS }; /* from STREAMING on, kind - STREAMING is a control */
 
 static int64_t L, H, Hkv, d, D, W = -1, S = -1, R = -1, context, seed;
 static double rho = -1, physical = -1;
-static const char *like, *heads, *mask, *model, *output;
+static const char *like, *match, *scores, *heads, *mask, *model, *output;
 static int kind = -1;
 
 static const char NOTES[] =
@@ -21,14 +21,22 @@ static const char NOTES[] =
     "\n"
     "kinds\n"
     "  full       every bit\n"
-    "  streaming  the nearest bins of all heads, as far as the budget reaches; the last bin by layer, then head\n"
-    "  random     as many bits, anywhere (--seed)\n"
     "  heads      every bin of the query heads listed, nothing else:  --heads 7:0,7:1,14:6\n"
     "  mask       a text file; '#' starts a comment, every other line is one row:\n"
     "                 LAYER HEAD 1101000...     D characters, nearest bin first, 1 = keep\n"
     "             in any order, each row once: L * Hkv rows by KV head, or L * H by query head.\n"
+    "  streaming  the nearest bins of all heads, as far as the budget reaches; the last bin by layer, then head\n"
+    "  random     as many bits, anywhere (--seed)\n"
     "The budget of streaming and random is --physical (share of the (layer, KV head, bin) cells) or --rho (share\n"
-    "of the (layer, query head, bin) bits), or, with --like PATTERN.dkv, as many cells as that pattern keeps.\n";
+    "of the (layer, query head, bin) bits), or, with --like PATTERN.dkv, as many cells as that pattern keeps.\n"
+    "\n"
+    "kinds with --match PATTERN.dkv: what a pattern is worth without part of what it learned, at as many cells\n"
+    "  streaming, random  as above\n"
+    "  head-only          all bins of the KV heads that keep most, and the nearest of one more\n"
+    "  distance-only      in each layer all heads keep the bins that most of them kept; the last bin, its first heads\n"
+    "  distance-shuffled  the bins of each KV head in another order (--seed)\n"
+    "  fully-shuffled     cells of all layers, heads and bins in another order (--seed)\n"
+    "  scores-only        the cells of the highest retrieval scores (--scores FILE.dks), without any learning\n";
 
 /* ---- shape --------------------------------------------------------------- */
 
@@ -177,26 +185,67 @@ static void fill_mask(dkv_pattern *p, char *text, int64_t rows) {
 
 /* ---- the command --------------------------------------------------------- */
 
+static void check_match(void) {
+    bool shuffles = kind == RANDOM || kind == STREAMING + CONTROL_DISTANCE_SHUFFLED ||
+                    kind == STREAMING + CONTROL_FULLY_SHUFFLED;
+    if (like || L || H || Hkv || d || D || context || W >= 0 || S >= 0 || R >= 0)
+        usage("--match gives shape and bins; leave --like and the other shape options out");
+    if (rho >= 0 || physical >= 0) usage("--match gives the budget; leave --rho and --physical out");
+    if (kind < STREAMING) usage("--match goes with the controls; see dkv pattern --help");
+    if (!shuffles && seed) usage("--seed goes with the kinds that shuffle");
+    if ((kind == STREAMING + CONTROL_SCORES_ONLY) != !!scores)
+        usage("--scores goes with --kind scores-only, and it needs them");
+}
+
 static void check_arguments(void) {
     bool budget = kind == STREAMING || kind == RANDOM;
+    if (match) check_match();
     if (kind < 0) usage("which --kind? see dkv pattern --help");
     if (!output) usage("where to? give -o FILE.dkv");
     if (kind == HEADS && !(heads && *heads)) usage("--kind heads needs --heads layer:head,...");
     if (kind == MASK && !mask) usage("--kind mask needs --mask FILE");
     if (kind != HEADS && heads) usage("--heads goes with --kind heads only");
     if (kind != MASK && mask) usage("--mask goes with --kind mask only");
-    if (kind != RANDOM && seed) usage("--seed goes with --kind random only");
+    if (kind >= OTHERS && !match) usage("--kind %s needs --match PATTERN.dkv", control_name(kind - STREAMING));
+    if (scores && !match) usage("--scores goes with --match only");
+    if (kind != RANDOM && !match && seed) usage("--seed goes with --kind random only");
     if (rho >= 0 && physical >= 0) usage("--rho and --physical are two budgets; give one");
     if (!budget && (rho >= 0 || physical >= 0)) usage("a budget belongs to --kind streaming or random");
     check_model_id(model);
     if (kind == FULL) rho = 1;
 }
 
+static void make_match(void) {
+    dkv_pattern p;
+    score_table s = {0};
+    load_pattern(&p, match);
+    if (scores) {
+        load_scores(&s, scores);
+        check_scores_match(&s, scores, &p, match);
+    }
+    unsigned char *cells = allocate((size_t)(p.L * (int64_t)p.Hkv * p.D), 1);
+    make_control(cells, kind - STREAMING, &p, s.score, (uint64_t)seed);
+    dkv_pattern q = pattern_of_cells(&p, cells);
+    if (model) memset(q.model, 0, sizeof q.model), snprintf(q.model, sizeof q.model, "%s", model);
+    memset(q.tool, 0, sizeof q.tool);
+    snprintf(q.tool, sizeof q.tool, "dkv %s pattern --kind %s", dkv_version(), control_name(kind - STREAMING));
+    q.seed = (uint64_t)seed;
+    save_pattern(&q, output);
+    printf("%s: %lld of %lld cells (layer, KV head, bin), as %s has\n", control_name(kind - STREAMING),
+           (long long)count_cells(&q), (long long)q.L * q.Hkv * q.D, base_name(match));
+    free((void *)(uintptr_t)q.bits);
+    free(cells);
+    free_scores(&s);
+    dkv_pattern_free(&p, NULL);
+}
+
 int command_pattern(int argc, char **argv) {
     const tool_option options[] = {
-        {0, "kind", "full|streaming|random|heads|mask", OPT_CHOICE, &kind, 0, 0, "what to make, see below"},
+        {0, "kind", "full|heads|mask|" CONTROL_CHOICES, OPT_CHOICE, &kind, 0, 0, "what to make, see below"},
         {'o', "output", "FILE", OPT_TEXT, &output, 0, 0, "the pattern file to write"},
         {0, "like", "FILE", OPT_TEXT, &like, 0, 0, "shape of a model (.gguf) or of a pattern (.dkv)"},
+        {0, "match", "P.dkv", OPT_TEXT, &match, 0, 0, "a control of this pattern: as many cells, see below"},
+        {0, "scores", "S.dks", OPT_TEXT, &scores, 0, 0, "of --kind scores-only"},
         {0, "layers", "L", OPT_INT, &L, 1, MAX_SIDE, "or the shape by hand"},
         {0, "query-heads", "H", OPT_INT, &H, 1, MAX_SIDE, "query heads per layer"},
         {0, "kv-heads", "HKV", OPT_INT, &Hkv, 1, MAX_SIDE, "KV heads per layer (default: H)"},
@@ -208,7 +257,7 @@ int command_pattern(int argc, char **argv) {
         {0, "recent", "R", OPT_INT, &R, 0, TWO_36, "last tokens, always kept (default: 1024)"},
         {0, "physical", "RATIO", OPT_REAL, &physical, 0, 1, "budget in (layer, KV head, bin) cells"},
         {0, "rho", "RATIO", OPT_REAL, &rho, 0, 1, "budget in (layer, query head, bin) bits"},
-        {0, "seed", "N", OPT_INT, &seed, 0, TWO_53, "of --kind random (default: 0)"},
+        {0, "seed", "N", OPT_INT, &seed, 0, TWO_53, "of the kinds that draw (default: 0)"},
         {0, "heads", "l:h,...", OPT_TEXT, &heads, 0, 0, "of --kind heads"},
         {0, "mask", "FILE", OPT_TEXT, &mask, 0, 0, "of --kind mask"},
         {0, "model", "TEXT", OPT_TEXT, &model, 0, 0, "model id to store (default: the GGUF's name)"},
@@ -217,6 +266,7 @@ int command_pattern(int argc, char **argv) {
     argv = parse_options(&argc, argv, options, "dkv pattern --kind KIND -o FILE [options]", NOTES);
     if (argc) usage("what is '%s'? see dkv pattern --help", argv[0]);
     check_arguments();
+    if (match) return make_match(), 0;
     find_shape();
     char *text = kind == MASK ? read_text(mask) : NULL;
     int64_t rows = physical >= 0 ? Hkv : H;

@@ -1,22 +1,19 @@
-/* dkv plot: one picture of a pattern, drawn by gnuplot: heads x bins, layers x bins, retention by layer, by distance.
+/* dkv plot: one picture of a pattern or of retrieval scores, drawn by gnuplot. Of a pattern (paper, Figure 6): heads x
+   bins, layers x bins, retention by layer, heads that keep only some bins, retention by distance.
 
    gnuplot reads script and data from a pipe and writes the PNG to its standard output, which the shell opens: no file
    name is ever part of the script. */
 #define _GNU_SOURCE
-#include "tool.h"
+#include "plot.h"
 
 #include <errno.h>
 #include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 static const char *output;
 
 /* ---- data blocks --------------------------------------------------------- */
-
-/* gnuplot draws no image narrower than two: a single row or bin is written twice, the second outside the axes. */
-static int64_t at_least_two(int64_t n) { return n < 2 ? 2 : n; }
 
 typedef struct {
     int l, h;
@@ -85,11 +82,33 @@ static void write_layers(FILE *out, const dkv_pattern *p) {
     fputs("EOD\n", out);
 }
 
+/* How many of layer l's query heads keep all bins, some, none; counted into n[3]. */
+static void count_heads(const dkv_pattern *p, int l, int64_t n[3]) {
+    for (int h = 0; h < p->H; h++) {
+        int64_t kept = 0;
+        for (int64_t b = 0; b < p->D; b++) kept += dkv_pattern_get(p, l, h, b);
+        n[kept == p->D ? 0 : kept ? 1 : 2]++;
+    }
+}
+
+static void write_partial(FILE *out, const dkv_pattern *p) {
+    int64_t all[3] = {0};
+    fputs("$partial << EOD\n", out);
+    for (int l = 0; l < p->L; l++) {
+        int64_t n[3] = {0};
+        count_heads(p, l, n), count_heads(p, l, all);
+        fprintf(out, "%d %.4f %.4f %.4f\n", l, 100. * (double)n[0] / p->H, 100. * (double)n[1] / p->H,
+                100. * (double)n[2] / p->H);
+    }
+    double heads = (double)p->L * p->H / 100;
+    fprintf(out, "EOD\npartial = 'Heads that keep some bins only: %.1f %%'\n", (double)all[1] / heads);
+}
+
 /* ---- script -------------------------------------------------------------- */
 
 static const char SCRIPT[] =
-    "set terminal pngcairo size 1600,1200 font 'Sans,16' background 'white'\n"
-    "set multiplot layout 2,2 margins 0.075,0.945,0.075,0.86 spacing 0.10,0.135\n"
+    "set terminal pngcairo size 1800,1200 font 'Sans,16' background 'white'\n"
+    "set multiplot\n"
     "set border lc rgb '#444444' lw 1\n"
     "set tics nomirror out scale 0.5\n"
     "set palette defined (0 '#f4f6f9', 0.33 '#9ecae1', 0.67 '#3182bd', 1 '#08306b')\n"
@@ -100,6 +119,8 @@ static const char SCRIPT[] =
     "set xrange [near:far]\n"
     "if (far >= 10000) { set format x '%.0s%c' }\n"
 
+    "set tmargin at screen 0.86; set bmargin at screen 0.52\n"
+    "set lmargin at screen 0.075; set rmargin at screen 0.47\n"
     "set label 1 summary at screen 0.5,0.970 center font ',22' noenhanced\n"
     "set label 2 ratios at screen 0.5,0.935 center font ',16' tc rgb '#444444'\n"
     "set title 'What each query head keeps'\n"
@@ -108,6 +129,7 @@ static const char SCRIPT[] =
     "plot $heads matrix using (near + width * ($1 + 0.5)):($2 + 0.5):3 with image\n"
     "unset label\n"
 
+    "set lmargin at screen 0.55; set rmargin at screen 0.945\n"
     "set title 'Share of KV heads that keep a bin'\n"
     "set ylabel 'layer'\n"
     "set yrange [layers - 0.5:-0.5]\n"
@@ -116,41 +138,64 @@ static const char SCRIPT[] =
     "plot $layers matrix using (near + width * ($1 + 0.5)):2:3 with image\n"
 
     "unset colorbox\n"
+    "set tmargin at screen 0.385; set bmargin at screen 0.075\n"
     "set grid ytics lc rgb '#dddddd' lw 1 lt 1\n"
-    "set ylabel 'kept, %'\n"
     "set yrange [0:both ? 122 : 104]\n" /* the key stands above 100 % */
     "set ytics 0,20,100\n"
     "set key top right samplen 1.5\n"
-
     "set boxwidth 1\n"
     "set style fill solid border lc rgb '#6baed6'\n"
     "kv = both ? 'physical: KV heads' : ''\n"
     "query = both ? 'logical: query heads' : ''\n"
 
+    "set lmargin at screen 0.075; set rmargin at screen 0.32\n"
     "set title 'Retention by layer'\n"
     "set xlabel 'layer'\n"
+    "set ylabel 'kept, %'\n"
     "set format x '%g'\n"
     "set xrange [-0.7:layers - 0.3]\n"
     "plot $by_layer using 1:2 with boxes lc rgb '#6baed6' title kv, \\\n"
     "     $by_layer using 1:(both ? $3 : NaN) with points pt 7 ps 1 lc rgb '#08306b' title query\n"
 
+    "set lmargin at screen 0.39; set rmargin at screen 0.635\n"
+    "set title partial\n"
+    "set ylabel 'query heads, %'\n"
+    "set yrange [0:122]\n"
+    "set key top center horizontal maxrows 1 samplen 1 width 1\n"
+    "set style fill solid border lc rgb '#ffffff'\n"
+    "plot $partial using 1:(100) with boxes lc rgb '#e3e7ec' title 'none', \\\n"
+    "     $partial using 1:($2 + $3) with boxes lc rgb '#fd8d3c' title 'some', \\\n"
+    "     $partial using 1:2 with boxes lc rgb '#08306b' title 'all'\n"
+
+    "set lmargin at screen 0.70; set rmargin at screen 0.975\n"
     "set title 'Retention by distance'\n"
     "set xlabel 'distance from the end of the context, tokens'\n"
+    "set ylabel 'kept, %'\n"
+    "set yrange [0:both ? 122 : 104]\n"
+    "set key top right vertical maxrows auto width 0 samplen 1.5\n"
+    "set style fill solid border lc rgb '#6baed6'\n"
     "set xrange [near:far]\n"
     "if (far >= 10000) { set format x '%.0s%c' }\n"
     "plot $by_distance using ($1 + width / 2.):2:(width) with boxes lc rgb '#6baed6' title kv, \\\n"
     "     $by_distance using ($1 + width / 2.):(both ? $3 : NaN) with lines lw 2.5 lc rgb '#08306b' title query\n"
     "unset multiplot\n";
 
-static void write_script(FILE *out, const dkv_pattern *p) {
+void write_title(FILE *out, const char *model, int64_t L, int64_t H, int64_t Hkv, int64_t D, int64_t W) {
+    fputs("summary = '", out);
+    for (const char *c = model; *c; c++) fputs(*c == '\'' ? "''" : (char[]){*c, 0}, out);
+    fprintf(out, "%s%lld layers, %lld query heads, %lld KV heads, %lld bins of %lld tokens'\n", *model ? ": " : "",
+            (long long)L, (long long)H, (long long)Hkv, (long long)D, (long long)W);
+}
+
+static void draw_pattern(FILE *out, const dkv_pattern *p) {
     shares all = measure(p, 0, p->L, 0, p->D);
+    write_heads(out, p);
+    write_layers(out, p);
+    write_partial(out, p);
     fprintf(out, "near = %lld; width = %lld; far = %lld; layers = %d; heads = %lld; both = %d\n", (long long)p->R,
             (long long)p->W, (long long)(p->R + p->W * p->D), p->L, (long long)p->L * p->H,
             all.logical < all.physical);
-    fputs("summary = '", out);
-    for (const char *c = p->model; *c; c++) fputs(*c == '\'' ? "''" : (char[]){*c, 0}, out);
-    fprintf(out, "%s%d layers, %d query heads, %d KV heads, %d bins of %lld tokens'\n", p->model[0] ? ": " : "", p->L,
-            p->H, p->Hkv, p->D, (long long)p->W);
+    write_title(out, p->model, p->L, p->H, p->Hkv, p->D, p->W);
     fprintf(out, "ratios = \"kept between the first %lld and the last %lld tokens: ", (long long)p->S, (long long)p->R);
     fprintf(out, "%.1f %% of the KV cache (physical), %.1f %% of the query heads' bins (logical)\"\n",
             100 * all.physical, 100 * all.logical);
@@ -169,21 +214,24 @@ int command_plot(int argc, char **argv) {
         {'o', "output", "FILE.png", OPT_TEXT, &output, 0, 0, "the picture to write"},
         {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
     };
-    argv = parse_options(&argc, argv, options, "dkv plot PATTERN.dkv -o FILE.png", NULL);
-    if (argc != 1) usage("give one pattern file; see dkv plot --help");
+    argv = parse_options(&argc, argv, options, "dkv plot PATTERN.dkv|SCORES.dks -o FILE.png", NULL);
+    if (argc != 1) usage("give one pattern or score file; see dkv plot --help");
     if (!output) usage("where to? give -o FILE.png");
-    dkv_pattern p;
-    load_pattern(&p, argv[0]);
+    const bool of_scores = is_score_file(argv[0]);
+    dkv_pattern p = {0};
+    score_table s = {0};
+    if (of_scores) load_scores(&s, argv[0]);
+    else load_pattern(&p, argv[0]);
     if (system("command -v gnuplot >/dev/null 2>&1")) fail("plot needs gnuplot; install it (Debian: gnuplot-nox)");
     check_output(output);
     setenv("DKV_PNG", output, 1);
     signal(SIGPIPE, SIG_IGN); /* a gnuplot that stops early is reported below */
     FILE *out = popen("exec gnuplot >\"$DKV_PNG\"", "w");
     if (!out) fail("cannot start gnuplot: %s", strerror(errno));
-    write_heads(out, &p);
-    write_layers(out, &p);
-    write_script(out, &p);
+    if (of_scores) draw_scores(out, &s);
+    else draw_pattern(out, &p);
     if (pclose(out)) fail("gnuplot could not draw %s (its own message is above)", output);
+    free_scores(&s);
     dkv_pattern_free(&p, NULL);
     return 0;
 }

@@ -17,7 +17,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 /* One way to answer: which rows stay, what that costs, what comes out. */
@@ -53,12 +52,6 @@ static const char NOTES[] =
     "  answer_tokens          tokens of the answer\n"
     "  decode_tok_s           and how many of them a second\n"
     "  text                   the answer\n";
-
-static double seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static void try(dkv_result r, const char *what) {
     if (r != DKV_OK) fail("%s: %s", what, dkv_result_string(r));

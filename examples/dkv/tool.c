@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 /* ---- errors -------------------------------------------------------------- */
 
@@ -144,6 +145,16 @@ char *read_text(const char *path) {
     return text;
 }
 
+void write_file(const char *path, const void *data, size_t bytes) {
+    char *temporary;
+    if (asprintf(&temporary, "%s.tmp", path) < 0) fail("out of memory");
+    FILE *f = fopen(temporary, "wb");
+    if (!f) fail("cannot write %s: %s", temporary, strerror(errno));
+    bool written = fwrite(data, 1, bytes, f) == bytes;
+    if (fclose(f) || !written || rename(temporary, path)) fail("cannot write %s: %s", path, strerror(errno));
+    free(temporary);
+}
+
 void load_pattern(dkv_pattern *out, const char *path) {
     errno = 0;
     dkv_result r = dkv_pattern_load(out, path, NULL);
@@ -222,7 +233,32 @@ void save_pattern(dkv_pattern *p, const char *path) {
     if (r != DKV_OK) fail("%s: %s", path, dkv_result_string(r));
 }
 
-/* ---- output and chance --------------------------------------------------- */
+void pattern_cells(unsigned char *cells, const dkv_pattern *p) {
+    for (int l = 0; l < p->L; l++)
+        for (int g = 0; g < p->Hkv; g++)
+            for (int64_t b = 0; b < p->D; b++) *cells++ = (unsigned char)dkv_union_get(p, l, g, b);
+}
+
+dkv_pattern pattern_of_cells(const dkv_pattern *like, const unsigned char *cells) {
+    dkv_pattern p = *like;
+    int64_t n = (int64_t)p.L * p.Hkv * p.D, kept = 0;
+    p.bits = allocate((size_t)p.L * (size_t)p.H, (size_t)dkv_pattern_words(p.D) * 8);
+    for (int64_t i = 0; i < n; i++)
+        if (cells[i]) set_row_bit(&p, i / p.D / p.Hkv, i / p.D % p.Hkv, p.Hkv, i % p.D), kept++;
+    p.K = kept * (p.H / p.Hkv);
+    p.budget = DKV_BUDGET_PHYSICAL;
+    p.rho = (double)kept / (double)n;
+    p.p = NULL;
+    return p;
+}
+
+/* ---- output, time and chance --------------------------------------------- */
+
+double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 void print_json_object(cJSON *o) {
     char *text = cJSON_Print(o);

@@ -47,6 +47,7 @@ struct cJSON;
 
 char *read_file(const char *path, size_t *bytes);   /* with a zero behind the last byte */
 char *read_text(const char *path);                  /* the same, without zeros inside */
+void write_file(const char *path, const void *data, size_t bytes); /* PATH.tmp, renamed: a failure loses nothing */
 void load_pattern(dkv_pattern *out, const char *path);
 const char *base_name(const char *path);
 
@@ -66,8 +67,48 @@ int64_t count_cells(const dkv_pattern *p);                       /* (layer, KV h
 void check_model_id(const char *model);                          /* of --model; NULL is fine */
 void save_pattern(dkv_pattern *p, const char *path);             /* K, and rho if negative, follow from the bits */
 
-/* ---- output and chance --------------------------------------------------- */
+/* As cells, [L][Hkv][D] of 0 and 1, and back: shape and model of `like`, all of a group or none, physical budget; bits
+   are the caller's to free. */
+void pattern_cells(unsigned char *cells, const dkv_pattern *p);
+dkv_pattern pattern_of_cells(const dkv_pattern *like, const unsigned char *cells);
 
+/* ---- controls: as many cells as a pattern, without part of what it learned ---- */
+
+enum {
+    CONTROL_STREAMING, CONTROL_RANDOM, CONTROL_HEAD_ONLY, CONTROL_DISTANCE_ONLY, CONTROL_DISTANCE_SHUFFLED,
+    CONTROL_FULLY_SHUFFLED, CONTROL_SCORES_ONLY, CONTROLS
+};
+#define CONTROL_CHOICES "streaming|random|head-only|distance-only|distance-shuffled|fully-shuffled|scores-only"
+
+const char *control_name(int kind);
+/* to[L][Hkv][D] <- the control of p. S[L][H][D]: of CONTROL_SCORES_ONLY, else NULL. */
+void make_control(unsigned char *to, int kind, const dkv_pattern *p, const float *S, uint64_t seed);
+
+/* ---- retrieval scores: .dks files ---------------------------------------- */
+
+/* S[l][h][b]: the share of value tokens in bin b that query head h of layer l has among its 5 highest (paper 3.1), and
+   where that was measured. */
+typedef struct {
+    int32_t L, H, Hkv, D;
+    int64_t W, S, R, T_c;
+    uint64_t seed, data_hash;
+    char model[64], tool[64]; /* as in dkv_pattern */
+    uint32_t *count;          /* [D] examples */
+    float *score;             /* [L][H][D], in 0..1 */
+} score_table;
+
+/* Safe for untrusted bytes. NULL, or what is wrong with them; then nothing needs to be freed. */
+const char *read_scores(score_table *out, const void *data, size_t bytes);
+void load_scores(score_table *out, const char *path);
+void save_scores(const score_table *s, const char *path);
+void free_scores(score_table *s);
+bool is_score_file(const char *path); /* by its first bytes */
+/* Fails unless the scores were measured on a model and with bins such as the pattern has. */
+void check_scores_match(const score_table *s, const char *s_path, const dkv_pattern *p, const char *p_path);
+
+/* ---- output, time and chance --------------------------------------------- */
+
+double seconds(void);                    /* of a clock that only goes forward */
 void print_json_object(struct cJSON *o); /* and frees it */
 double uniform(uint64_t *state);         /* in [0, 1), 53 bits: splitmix64, whose whole state is *state */
 
@@ -79,5 +120,8 @@ int command_plot(int argc, char **argv);
 int command_run(int argc, char **argv);
 int command_data(int argc, char **argv);
 int command_import(int argc, char **argv);
+int command_probe(int argc, char **argv);
+int command_train(int argc, char **argv);
+int command_score(int argc, char **argv);
 
 #endif

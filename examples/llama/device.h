@@ -1,9 +1,9 @@
 /* device.h: what model.c, load.c and the devices share.
 
-   The layers' loop exists once, in model.c. What differs between processors is this table of the operations that a
-   layer is made of: device_cpu.c computes in f32 over the weights as the file has them, device_cuda.cu in bf16 with
-   sums in f32. Between two operations a device may keep anything in any form of its own; the residual stream x, the
-   rotation's table and the outputs of products are f32 everywhere.
+   The layers' loop exists once, in model.c, and once more, there and back, in learn.c. What differs between processors
+   is this table of the operations that a layer is made of: device_cpu.c computes in f32 over the weights as the file
+   has them, device_cuda.cu in bf16 with sums in f32. Between two operations a device may keep anything in any form of
+   its own; the residual stream x, the rotation's table, the outputs of products and all gradients are f32 everywhere.
 
    Every operation returns false after lm_explain said why. Those of a GPU only enqueue, so that all that stands between
    two calls of wait can be captured and replayed. */
@@ -87,6 +87,18 @@ struct lm_cache {
     void *own; /* the device's */
 };
 
+/* Grows, and forgets what it held. */
+typedef struct {
+    void *data;
+    size_t bytes;
+} lm_memory;
+
+/* What a value token's logits give: cross-entropy, KL from the reference's distribution, 1 if it is their argmax. */
+typedef struct {
+    double loss, kl;
+    int64_t right;
+} lm_mark;
+
 /* Where a layer's K and V go, behind at tokens of tail, and whether anything else of it is used: of a prefill's last
    layer nothing is. */
 typedef struct {
@@ -119,7 +131,7 @@ struct lm_device {
            rotate      a->q, a->k by their positions
            append      a->k, a->v behind the cache's tail of to.at tokens
            attend      a->o = attention of a->q over the cache, its own keys being the last n
-           swiglu      a->act = silu(a->gate) * a->up
+           swiglu      a->act[n][F] = silu(a->gate) * a->up
            logits_all  to[n_all][V], the caller's */
     bool (*input)(lm_model *m, lm_activations *a, const int32_t *tokens, int64_t pos);
     bool (*begin)(lm_model *m, lm_cache *c, const lm_activations *a);
@@ -143,6 +155,51 @@ struct lm_device {
     /* NULL, or a faster way to run one token: record once per cache what forward does after input, then replay. */
     bool (*record)(lm_model *m, lm_cache *c, bool (*forward)(lm_model *m, lm_cache *c));
     bool (*replay)(lm_model *m, lm_cache *c);
+
+    /* Learning: learn.c makes the activations of any rows, and keeps them for the way back. All pointers are the
+       device's, but copy's may be the host's, too. element: bytes of each of norm, o, act and qkv; where it is 4, qkv
+       is q.data and o is what gated writes. Gradients are f32. rows: of activations at most.
+           start         a->x[i], a->rope[i] <- token[i] at pos[i], n_all of them, and what matmul needs of a
+           gates         ln_u, or da += its gradient: dkv_gates_union, dkv_gates_union_backward
+           context       layer l of a cache that keeps all, for gated
+           gated         a batch of suffixes whose outs lie one behind the other, [a->n][H][d] f32; a->o = these
+           gated_back    its gradients
+           score         rank[sum of N_q][H] <- dkv_score of n questions about one context, one behind the other;
+                         source is the host's
+           pick          y[n][E] = x[index[n]]
+           logits_some   y[n][V] = norm[n][E] W^T
+           judge         mark[n] of logits[n][V], and unless scale is NULL, logits <- scale * d loss / d logits;
+                         reference: NULL, or [n][V] logits
+           logits_back   d_norm[n][E] = d_logits[n][V] W
+           matmul_back   dx[n][cols] = sum over k < n_w of dy[k][n][rows] W_k; a as for matmul
+           norm_back     dx[r][E] += d norm / dx at x[r], r = index[n] or, if NULL, the first n rows
+           rotate_back   dq, dk by minus their angles
+           swiglu_back   d_gate, d_up, rows as a->gate's, from d_act[n][F] */
+    int64_t element, rows;
+    bool (*hold)(lm_model *m, lm_memory *y, size_t bytes);
+    void (*drop)(lm_model *m, lm_memory *y);
+    bool (*copy)(lm_model *m, void *to, const void *from, size_t bytes);
+    bool (*zero)(lm_model *m, void *to, size_t bytes);
+    bool (*start)(lm_model *m, lm_activations *a, const int32_t *token, const int64_t *pos);
+    bool (*gates)(lm_model *m, float *ln_u, const dkv_gates *g, const float *logit, dkv_draw draw);
+    bool (*gates_back)(lm_model *m, float *da, const dkv_gates *g, const float *logit, dkv_draw draw,
+                       const float *d_ln_u);
+    dkv_segment (*context)(const lm_cache *c, int l);
+    bool (*gated)(lm_model *m, const lm_activations *a, const dkv_gated *c, int64_t n);
+    bool (*gated_back)(lm_model *m, const dkv_gated *c, int64_t n);
+    bool (*score)(lm_model *m, int64_t *rank, const dkv_attention *a, int64_t n, const int64_t *source);
+    bool (*pick)(lm_model *m, float *y, const float *x, const int32_t *index, int64_t n);
+    bool (*logits_some)(lm_model *m, float *y, const void *norm, int64_t n);
+    bool (*judge)(lm_model *m, lm_mark *mark, float *logits, const int32_t *target, const float *scale,
+                  const float *reference, int64_t n);
+    bool (*logits_back)(lm_model *m, float *d_norm, float *d_logits, int64_t n);
+    bool (*matmul_back)(lm_model *m, const lm_activations *a, float *dx, const lm_weight *w, int n_w, const lm_rows *dy,
+                        int64_t n);
+    bool (*norm_back)(lm_model *m, float *dx, const float *dy, const float *x, const int32_t *index, const float *gain,
+                      int64_t n);
+    bool (*rotate_back)(lm_model *m, lm_rows dq, lm_rows dk, const float *rope, int64_t n);
+    bool (*swiglu_back)(lm_model *m, const lm_activations *a, lm_rows d_gate, lm_rows d_up, const float *d_act,
+                        int64_t n);
 };
 
 extern const lm_device lm_cpu;
@@ -150,6 +207,11 @@ extern const lm_device lm_cuda __attribute__((weak)); /* linked in or not */
 
 __attribute__((format(printf, 2, 3))) int lm_explain(lm_model *m, const char *fmt, ...); /* -1 */
 #define lm_fail(m, ...) (lm_explain(m, __VA_ARGS__), false)
+
+/* model.c, of a layer: a->q, a->k, a->v, rotated, from x; a->act from x */
+bool lm_project(lm_model *m, const lm_layer *l, const lm_activations *a, const float *x, const float *rope, int64_t n,
+                lm_target to);
+bool lm_feed(lm_model *m, const lm_layer *l, const lm_activations *a, const float *x, int64_t n);
 
 bool lm_load(lm_model *m);                                                             /* load.c */
 void lm_dequantise(float *to, const quant_mat *w, int64_t first, int64_t rows);        /* [rows][cols] */

@@ -45,16 +45,13 @@ static void embed(const lm_model *m, float *x, const int32_t *tokens, int64_t n)
         quant_row_to_f32(x + i * m->p.E, (const char *)t->data + (size_t)tokens[i] * row_bytes, t->type, m->p.E);
 }
 
-/* table[n][n_rot/2][2] <- cos and sin of position * frequency, in double: float angles are off by 1e-3 at 8K */
-static void rope_table(const lm_model *m, float *table, int64_t pos, int64_t n) {
-    int64_t pairs = m->p.n_rot / 2;
-    #pragma omp parallel for if (n > 1)
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < pairs; j++) {
-            double angle = (double)(pos + i) * m->inv_freq[j];
-            table[(i * pairs + j) * 2] = (float)cos(angle);
-            table[(i * pairs + j) * 2 + 1] = (float)sin(angle);
-        }
+/* row[n_rot/2][2] <- cos and sin of position * frequency, in double: float angles are off by 1e-3 at 8K */
+static void rope_row(const lm_model *m, float *row, int64_t pos) {
+    for (int64_t j = 0; j < m->p.n_rot / 2; j++) {
+        double angle = (double)pos * m->inv_freq[j];
+        row[2 * j] = (float)cos(angle);
+        row[2 * j + 1] = (float)sin(angle);
+    }
 }
 
 static bool input(lm_model *m, lm_activations *a, const int32_t *tokens, int64_t pos) {
@@ -66,7 +63,8 @@ static bool input(lm_model *m, lm_activations *a, const int32_t *tokens, int64_t
 
 static bool begin(lm_model *m, lm_cache *c, const lm_activations *a) {
     (void)c;
-    rope_table(m, a->rope, a->pos, a->n_all);
+    #pragma omp parallel for if (a->n_all > 1)
+    for (int64_t i = 0; i < a->n_all; i++) rope_row(m, a->rope + i * m->p.n_rot, a->pos + i);
     embed(m, a->x, a->tokens, a->n_all);
     return true;
 }
@@ -94,17 +92,39 @@ static void add_bias(const lm_rows *y, const lm_weight *w, int64_t n) {
         for (int64_t r = 0; r < rows; r++) y->data[i * y->ld + r] += w->bias[r];
 }
 
+/* This thread's share of a product's columns: 16 at a time, and no thread for less than 2^22 multiplications. Below
+   10^6 OpenBLAS adds in another order, and bits would depend on the number of threads. */
+static bool share(int64_t columns, int64_t of_column, int64_t *first, int64_t *n) {
+    int64_t ith = omp_get_thread_num(), nth = omp_get_num_threads(), most = columns * of_column >> 22;
+    int64_t units = (columns + 15) / 16;
+    if (nth > most) nth = most > 1 ? most : 1;
+    if (ith >= nth) return false;
+    *first = units * ith / nth * 16;
+    *n = units * (ith + 1) / nth * 16 - *first;
+    if (*n > columns - *first) *n = columns - *first;
+    return *n > 0;
+}
+
 /* y[n][rows] = x[n][cols] w[rows][cols]^T, y's rows ldy apart. Each thread calls a one-threaded OpenBLAS for its share
    of the rows: OpenBLAS's own pool would fight with OpenMP's for the cores, and which it has differs by package. */
 static void gemm(float *y, int64_t ldy, const float *x, const float *w, int64_t n, int64_t rows, int64_t cols) {
     #pragma omp parallel
     {
-        int64_t ith = omp_get_thread_num(), nth = omp_get_num_threads(), units = (rows + 15) / 16;
-        int64_t first = units * ith / nth * 16, end = units * (ith + 1) / nth * 16, ld = cols;
-        if (end > rows) end = rows;
-        if (first < end)
-            cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)n, (int)(end - first), (int)cols, 1, x, (int)ld,
-                        w + first * ld, (int)ld, 0, y + first, (int)ldy);
+        int64_t first, own;
+        if (share(rows, n * cols, &first, &own))
+            cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)n, (int)own, (int)cols, 1, x, (int)cols,
+                        w + first * cols, (int)cols, 0, y + first, (int)ldy);
+    }
+}
+
+/* dx[n][cols] = dy[n][rows] w[rows][cols], or += */
+static void gemm_back(float *dx, lm_rows dy, const float *w, int64_t n, int64_t rows, int64_t cols, bool add) {
+    #pragma omp parallel
+    {
+        int64_t first, own;
+        if (share(cols, n * rows, &first, &own))
+            cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, (int)n, (int)own, (int)rows, 1, dy.data, (int)dy.ld,
+                        w + first, (int)cols, add ? 1 : 0, dx + first, (int)cols);
     }
 }
 
@@ -148,17 +168,17 @@ static bool matmul_add(lm_model *m, const lm_activations *a, float *x, const lm_
     return true;
 }
 
-/* x[n][heads][d], rotated in place by table[n][n_rot/2][2] */
-static void rotate_heads(const lm_model *m, float *x, int64_t heads, const float *table, int64_t n) {
+/* x[n][heads][d], rotated in place by table[n][n_rot/2][2], or back. */
+static void rotate_heads(const lm_model *m, lm_rows x, int64_t heads, const float *table, int64_t n, float way) {
     int64_t d = m->p.shape.d_k, pairs = m->p.n_rot / 2;
     int64_t step = m->p.half_split ? 1 : 2, other = m->p.half_split ? pairs : 1;
     #pragma omp parallel for if (n > 1)
     for (int64_t i = 0; i < n; i++)
         for (int64_t h = 0; h < heads; h++) {
-            float *head = x + (i * heads + h) * d;
+            float *head = x.data + i * x.ld + h * d;
             const float *angle = table + i * pairs * 2;
             for (int64_t j = 0; j < pairs; j++) {
-                float a = head[j * step], b = head[j * step + other], c = angle[2 * j], s = angle[2 * j + 1];
+                float a = head[j * step], b = head[j * step + other], c = angle[2 * j], s = way * angle[2 * j + 1];
                 head[j * step] = a * c - b * s;
                 head[j * step + other] = a * s + b * c;
             }
@@ -166,8 +186,14 @@ static void rotate_heads(const lm_model *m, float *x, int64_t heads, const float
 }
 
 static bool rotate(lm_model *m, const lm_activations *a, const float *rope, int64_t n, lm_target to) {
-    rotate_heads(m, a->k.data, m->p.shape.Hkv, rope, n);
-    if (!to.kv_only) rotate_heads(m, a->q.data, m->p.shape.H, rope, n);
+    rotate_heads(m, a->k, m->p.shape.Hkv, rope, n, 1);
+    if (!to.kv_only) rotate_heads(m, a->q, m->p.shape.H, rope, n, 1);
+    return true;
+}
+
+static bool rotate_back(lm_model *m, lm_rows dq, lm_rows dk, const float *rope, int64_t n) {
+    rotate_heads(m, dk, m->p.shape.Hkv, rope, n, -1);
+    rotate_heads(m, dq, m->p.shape.H, rope, n, -1);
     return true;
 }
 
@@ -200,30 +226,100 @@ static inline __attribute__((always_inline)) float exp_f32(float x) {
     return e * with_bits((int32_t)(((uint32_t)bits_of(shifted) + 127) << 23)); /* the low bits of shifted are n */
 }
 
-/* One loop, compiled for each level of quant.h. */
-static inline __attribute__((always_inline)) void silu_mul(float *gate, const float *up, int64_t count) {
+/* Loops compiled for each level of quant.h. */
+#define LOOP static inline __attribute__((always_inline))
+
+/* act = silu(gate) * up; act may be gate */
+LOOP void silu_mul(float *act, const float *gate, const float *up, int64_t count) {
     #pragma omp simd
-    for (int64_t i = 0; i < count; i++) gate[i] = gate[i] / (1 + exp_f32(-gate[i])) * up[i];
+    for (int64_t i = 0; i < count; i++) act[i] = gate[i] / (1 + exp_f32(-gate[i])) * up[i];
 }
 
+LOOP void silu_mul_back(float *d_gate, float *d_up, const float *d_act, const float *gate, const float *up,
+                        int64_t count) {
+    #pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        float s = 1 / (1 + exp_f32(-gate[i]));
+        d_up[i] = d_act[i] * gate[i] * s;
+        d_gate[i] = d_act[i] * up[i] * s * (1 + gate[i] * (1 - s));
+    }
+}
+
+enum { SUM = 256 }; /* terms that are added in f32 */
+
+/* sum of exp(x - shift) * (x - y), or y NULL: without that factor */
+LOOP double exp_sum(const float *x, float shift, const float *y, int64_t count) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; i += SUM) {
+        int64_t n = count - i < SUM ? count - i : SUM;
+        float part = 0;
+        if (y) {
+            #pragma omp simd reduction(+ : part)
+            for (int64_t j = i; j < i + n; j++) part += exp_f32(x[j] - shift) * (x[j] - y[j]);
+        } else {
+            #pragma omp simd reduction(+ : part)
+            for (int64_t j = i; j < i + n; j++) part += exp_f32(x[j] - shift);
+        }
+        sum += (double)part;
+    }
+    return sum;
+}
+
+/* x <- scale * exp(x - shift) */
+LOOP void scaled_exp(float *x, float shift, float scale, int64_t count) {
+    #pragma omp simd
+    for (int64_t i = 0; i < count; i++) x[i] = scale * exp_f32(x[i] - shift);
+}
+
+typedef struct {
+    void (*silu_mul)(float *act, const float *gate, const float *up, int64_t count);
+    void (*silu_mul_back)(float *d_gate, float *d_up, const float *d_act, const float *gate, const float *up,
+                          int64_t count);
+    double (*exp_sum)(const float *x, float shift, const float *y, int64_t count);
+    void (*scaled_exp)(float *x, float shift, float scale, int64_t count);
+} loops;
+
 #if defined(__x86_64__)
-#define LEVEL(target_isa) static __attribute__((target(target_isa)))
+#define TARGET(isa) __attribute__((target(isa)))
 #else
-#define LEVEL(target_isa) static
+#define TARGET(isa)
 #endif
 
-static void silu_mul_scalar(float *gate, const float *up, int64_t count) { silu_mul(gate, up, count); }
-LEVEL("avx2") void silu_mul_avx2(float *gate, const float *up, int64_t count) { silu_mul(gate, up, count); }
-LEVEL("avx512f") void silu_mul_avx512(float *gate, const float *up, int64_t count) { silu_mul(gate, up, count); }
+/* loops_scalar, loops_avx2, loops_avx512 */
+#define LEVEL(name, attributes) \
+    static attributes void silu_mul_##name(float *act, const float *gate, const float *up, int64_t count) { \
+        silu_mul(act, gate, up, count); \
+    } \
+    static attributes void silu_mul_back_##name(float *d_gate, float *d_up, const float *d_act, const float *gate, \
+                                                const float *up, int64_t count) { \
+        silu_mul_back(d_gate, d_up, d_act, gate, up, count); \
+    } \
+    static attributes double exp_sum_##name(const float *x, float shift, const float *y, int64_t count) { \
+        return exp_sum(x, shift, y, count); \
+    } \
+    static attributes void scaled_exp_##name(float *x, float shift, float scale, int64_t count) { \
+        scaled_exp(x, shift, scale, count); \
+    } \
+    static const loops loops_##name = {silu_mul_##name, silu_mul_back_##name, exp_sum_##name, scaled_exp_##name};
 
-/* gate[n][F] = silu(gate) * up */
+LEVEL(scalar, )
+LEVEL(avx2, TARGET("avx2"))
+LEVEL(avx512, TARGET("avx512f"))
+
+static const loops *level(void) {
+    static const loops *const of[] = {&loops_scalar, &loops_avx2, &loops_avx512};
+    return of[quant_simd_level()];
+}
+
 static bool swiglu(lm_model *m, const lm_activations *a, int64_t n) {
-    void (*const leaf[])(float *, const float *, int64_t) = {silu_mul_scalar, silu_mul_avx2, silu_mul_avx512};
-    float *gate = a->gate.data;
-    const float *up = a->up.data;
-    int64_t level = quant_simd_level(), count = n * m->p.F;
-    #pragma omp parallel for if (count > SPAN)
-    for (int64_t i = 0; i < count; i += SPAN) leaf[level](gate + i, up + i, count - i < SPAN ? count - i : SPAN);
+    const loops *leaf = level();
+    const int64_t F = m->p.F;
+    float *act = a->act;
+    #pragma omp parallel for collapse(2) if (n * F > SPAN)
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j < F; j += SPAN)
+            leaf->silu_mul(act + i * F + j, a->gate.data + i * a->gate.ld + j, a->up.data + i * a->up.ld + j,
+                           F - j < SPAN ? F - j : SPAN);
     return true;
 }
 
@@ -233,6 +329,20 @@ static void run_threads(void *user, int nth, void (*task)(void *arg, int ith, in
     (void)user;
     #pragma omp parallel for num_threads(nth) schedule(static, 1)
     for (int ith = 0; ith < nth; ith++) task(arg, ith, nth);
+}
+
+/* What attention works in, and its threads. */
+static bool need_workspace(lm_model *m, size_t bytes) {
+    cpu *c = m->own;
+    if (bytes <= c->workspace_bytes) return true;
+    free(c->workspace);
+    c->workspace_bytes = (bytes + bytes / 4 + 63) / 64 * 64; /* a growing tail must not reallocate every token */
+    c->workspace = aligned_alloc(64, c->workspace_bytes);
+    return c->workspace ? true : (c->workspace_bytes = 0, lm_fail(m, "no memory for attention"));
+}
+
+static bool attended(lm_model *m, dkv_result r) {
+    return r ? lm_fail(m, "attention: %s", dkv_result_string(r)) : true;
 }
 
 static bool append(lm_model *m, const lm_activations *a, int64_t n, lm_target to) {
@@ -250,14 +360,8 @@ static bool attend(lm_model *m, const lm_activations *a, int64_t n, lm_target to
     dkv_parallel threads = {n > 1 ? run_threads : team_run, c->team, m->threads};
     size_t bytes;
     dkv_result r = dkv_attend_size(&bytes, &call, 1, m->threads);
-    if (!r && bytes > c->workspace_bytes) {
-        free(c->workspace);
-        c->workspace_bytes = (bytes + bytes / 4 + 63) / 64 * 64; /* a growing tail must not reallocate every token */
-        c->workspace = aligned_alloc(64, c->workspace_bytes);
-        if (!c->workspace) return c->workspace_bytes = 0, lm_fail(m, "no memory for attention");
-    }
-    if (!r) r = dkv_attend(&call, 1, c->workspace, c->workspace_bytes, &threads);
-    return r ? lm_fail(m, "attention: %s", dkv_result_string(r)) : true;
+    return attended(m, r) && need_workspace(m, bytes) &&
+           attended(m, dkv_attend(&call, 1, c->workspace, c->workspace_bytes, &threads));
 }
 
 static dkv_result cache_open(lm_cache *c, const dkv_plan *plan, const dkv_shape *shape, const dkv_allocator *alloc) {
@@ -285,16 +389,20 @@ static bool logits(lm_model *m, const lm_activations *a, const float *x) {
     return true;
 }
 
-static bool logits_all(lm_model *m, const lm_activations *a, float *to) {
+static bool logits_some(lm_model *m, float *y, const void *x, int64_t n) {
     const quant_mat *w = &m->output.mat;
     const cpu *c = m->own;
-    norm(m, a->x, a->x, m->output_norm, a->n_all);
     for (int64_t first = 0; first < w->rows; first += SLAB) {
         int64_t rows = w->rows - first < SLAB ? w->rows - first : SLAB;
         lm_dequantise(c->layer_f32, w, first, rows);
-        gemm(to + first, w->rows, a->x, c->layer_f32, a->n_all, rows, w->cols);
+        gemm(y + first, w->rows, x, c->layer_f32, n, rows, w->cols);
     }
     return true;
+}
+
+static bool logits_all(lm_model *m, const lm_activations *a, float *to) {
+    norm(m, a->x, a->x, m->output_norm, a->n_all);
+    return logits_some(m, to, a->x, a->n_all);
 }
 
 static bool wait_now(lm_model *m, double *now) {
@@ -418,10 +526,178 @@ static void close_cpu(lm_model *m) {
     free(c);
 }
 
+/* ==== learning ==== */
+
+static void drop(lm_model *m, lm_memory *y) {
+    (void)m;
+    free(y->data);
+    *y = (lm_memory){NULL, 0};
+}
+
+static bool hold(lm_model *m, lm_memory *y, size_t bytes) {
+    if (bytes <= y->bytes) return true;
+    drop(m, y);
+    y->data = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!y->data) return lm_fail(m, "no memory for %zu bytes of activations", bytes);
+    y->bytes = bytes;
+    return true;
+}
+
+static bool copy(lm_model *m, void *to, const void *from, size_t bytes) {
+    (void)m;
+    memcpy(to, from, bytes);
+    return true;
+}
+
+static bool zero(lm_model *m, void *to, size_t bytes) {
+    (void)m;
+    memset(to, 0, bytes);
+    return true;
+}
+
+static bool start(lm_model *m, lm_activations *a, const int32_t *token, const int64_t *pos) {
+    if (!need_layer_f32(m)) return false;
+    a->f32 = ((cpu *)m->own)->layer_f32;
+    embed(m, a->x, token, a->n_all);
+    #pragma omp parallel for
+    for (int64_t i = 0; i < a->n_all; i++) rope_row(m, a->rope + i * m->p.n_rot, pos[i]);
+    return true;
+}
+
+static bool gates(lm_model *m, float *ln_u, const dkv_gates *g, const float *logit, dkv_draw draw) {
+    (void)m;
+    dkv_gates_union(NULL, ln_u, g, logit, draw);
+    return true;
+}
+
+static bool gates_back(lm_model *m, float *da, const dkv_gates *g, const float *logit, dkv_draw draw,
+                       const float *d_ln_u) {
+    (void)m;
+    dkv_gates_union_backward(da, g, logit, draw, d_ln_u);
+    return true;
+}
+
+static dkv_segment context(const lm_cache *c, int l) { return dkv_cache_context(c->own, l); }
+
+static bool gated_pass(lm_model *m, const dkv_gated *c, int64_t n,
+                       dkv_result (*pass)(const dkv_gated *c, int64_t n, void *ws, size_t ws_bytes,
+                                          const dkv_parallel *par)) {
+    const cpu *own = m->own;
+    const dkv_parallel threads = {run_threads, NULL, m->threads};
+    size_t bytes = 0;
+    return attended(m, dkv_gated_size(&bytes, c, n, m->threads)) && need_workspace(m, bytes) &&
+           attended(m, pass(c, n, own->workspace, own->workspace_bytes, &threads));
+}
+
+static bool gated(lm_model *m, const lm_activations *a, const dkv_gated *c, int64_t n) {
+    (void)a;
+    return gated_pass(m, c, n, dkv_gated_forward);
+}
+
+static bool gated_back(lm_model *m, const dkv_gated *c, int64_t n) { return gated_pass(m, c, n, dkv_gated_backward); }
+
+static bool score(lm_model *m, int64_t *rank, const dkv_attention *a, int64_t n, const int64_t *source) {
+    const cpu *own = m->own;
+    const dkv_parallel threads = {run_threads, NULL, m->threads};
+    size_t bytes = 0;
+    for (const dkv_attention *end = a + n; a < end; rank += a->N_q * a->H, source += a->N_q, a++)
+        if (!attended(m, dkv_score_size(&bytes, a, m->threads)) || !need_workspace(m, bytes) ||
+            !attended(m, dkv_score(rank, a, source, own->workspace, own->workspace_bytes, &threads))) return false;
+    return true;
+}
+
+static bool pick(lm_model *m, float *y, const float *x, const int32_t *index, int64_t n) {
+    const int64_t E = m->p.E;
+    for (int64_t i = 0; i < n; i++) memcpy(y + i * E, x + index[i] * E, (size_t)E * sizeof *y);
+    return true;
+}
+
+static int32_t best_of(const float *x, int64_t n) {
+    return lm_sample(&(lm_sampler){.temperature = 0}, x, (int32_t)n, NULL);
+}
+
+/* ln of the sum of exp(x), max <- of them */
+static double log_sum(const loops *leaf, const float *x, float max, int64_t n) {
+    return (double)max + log(leaf->exp_sum(x, max, NULL, n));
+}
+
+static bool judge(lm_model *m, lm_mark *mark, float *logit, const int32_t *target, const float *scale,
+                  const float *reference, int64_t n) {
+    const int64_t V = m->p.V;
+    const loops *leaf = level();
+    #pragma omp parallel for
+    for (int64_t i = 0; i < n; i++) {
+        float *x = logit + i * V;
+        int32_t best = best_of(x, V);
+        double lse = log_sum(leaf, x, x[best], V);
+        mark[i] = (lm_mark){lse - (double)x[target[i]], 0, best == target[i]};
+        if (reference) {
+            const float *y = reference + i * V;
+            double own = log_sum(leaf, y, y[best_of(y, V)], V);
+            mark[i].kl = leaf->exp_sum(y, (float)own, x, V) - own + lse;
+        }
+        if (!scale) continue;
+        leaf->scaled_exp(x, (float)lse, scale[i], V);
+        x[target[i]] -= scale[i];
+    }
+    return true;
+}
+
+static bool logits_back(lm_model *m, float *d_norm, float *d_logits, int64_t n) {
+    const quant_mat *w = &m->output.mat;
+    const cpu *c = m->own;
+    for (int64_t first = 0; first < w->rows; first += SLAB) {
+        int64_t rows = w->rows - first < SLAB ? w->rows - first : SLAB;
+        lm_dequantise(c->layer_f32, w, first, rows);
+        gemm_back(d_norm, (lm_rows){d_logits + first, w->rows}, c->layer_f32, n, rows, w->cols, first > 0);
+    }
+    return true;
+}
+
+static bool matmul_back(lm_model *m, const lm_activations *a, float *dx, const lm_weight *w, int n_w, const lm_rows *dy,
+                        int64_t n) {
+    (void)m;
+    for (int k = 0; k < n_w; k++) gemm_back(dx, dy[k], a->f32 + w[k].at, n, w[k].mat.rows, w[k].mat.cols, k > 0);
+    return true;
+}
+
+/* y = x r g, r = 1 / rms: dx += r (g dy - x r^2 mean(g dy x)) */
+static bool norm_back(lm_model *m, float *dx, const float *dy, const float *x, const int32_t *index, const float *gain,
+                      int64_t n) {
+    const int64_t E = m->p.E;
+    #pragma omp parallel for
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t at = (index ? index[i] : i) * E;
+        const float *row = x + at, *d = dy + i * E;
+        float *to = dx + at, squares = 0, sum = 0;
+        #pragma omp simd reduction(+ : squares, sum)
+        for (int64_t j = 0; j < E; j++) squares += row[j] * row[j], sum += gain[j] * d[j] * row[j];
+        float r = 1 / sqrtf(squares / (float)E + (float)m->p.eps), pull = r * r * r * sum / (float)E;
+        #pragma omp simd
+        for (int64_t j = 0; j < E; j++) to[j] += r * gain[j] * d[j] - pull * row[j];
+    }
+    return true;
+}
+
+static bool swiglu_back(lm_model *m, const lm_activations *a, lm_rows d_gate, lm_rows d_up, const float *d_act,
+                        int64_t n) {
+    const loops *leaf = level();
+    const int64_t F = m->p.F;
+    #pragma omp parallel for
+    for (int64_t i = 0; i < n; i++)
+        leaf->silu_mul_back(d_gate.data + i * d_gate.ld, d_up.data + i * d_up.ld, d_act + i * F,
+                            a->gate.data + i * a->gate.ld, a->up.data + i * a->up.ld, F);
+    return true;
+}
+
 const lm_device lm_cpu = {
     .open = open_cpu, .close = close_cpu,
     .cache_open = cache_open, .cache_close = cache_close, .cache_truncate = cache_truncate, .cache_pack = cache_pack,
     .make = make, .release = release, .input = input, .begin = begin, .load = load,
     .norm = norm, .matmul = matmul, .matmul_add = matmul_add, .rotate = rotate, .append = append, .attend = attend,
     .swiglu = swiglu, .logits = logits, .logits_all = logits_all, .wait = wait_now, .fetch = fetch,
+    .element = sizeof(float), .rows = CHUNK, .hold = hold, .drop = drop, .copy = copy, .zero = zero, .start = start,
+    .gates = gates, .gates_back = gates_back, .context = context, .gated = gated, .gated_back = gated_back,
+    .score = score, .pick = pick, .logits_some = logits_some, .judge = judge, .logits_back = logits_back,
+    .matmul_back = matmul_back, .norm_back = norm_back, .rotate_back = rotate_back, .swiglu_back = swiglu_back,
 };

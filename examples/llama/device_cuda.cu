@@ -3,7 +3,7 @@
    K, V and q are rounded once, to the 16 bits of the cache's tail, where they are rotated. One token multiplies by
    matvec_kernel, more by cuBLAS; attention, appending and packing are distance_kv_cuda.cu's. Everything runs on one
    stream, so a token's whole step, from its id to its logits, is captured once per cache and replayed: position, token
-   and the tail's length lie on the device. */
+   and the tail's length lie on the device. Gradients are f32, and rounded where they are multiplied by weights. */
 #include "device.h"
 
 #include <cublas_v2.h>
@@ -39,8 +39,10 @@ struct device {
     float *logits;          /* [V] */
     int32_t *best;
     dkv_cuda_work work;     /* of the append that came last */
-    void *block, *space;    /* its memory */
+    void *block, *space;    /* its memory, and other calls' */
     size_t block_bytes, space_bytes;
+    dkv_cuda_gated gated;   /* of the pass that came last, in the same memory */
+    lm_memory rounded;      /* gradients in bf16 */
 };
 
 struct cache {
@@ -93,14 +95,16 @@ static __device__ void overlap() {
 #endif
 }
 
-/* Sum over a block of THREADS, for every thread. */
+/* Sum over a block of N threads, for every thread. */
+template <int N>
 static __device__ float block_sum(float x) {
-    __shared__ float of_warp[WARPS];
+    __shared__ float of_warp[N / 32];
     for (int mask = 16; mask; mask /= 2) x += __shfl_xor_sync(~0u, x, mask);
+    __syncthreads(); /* the sum before is read */
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
     __syncthreads();
     x = 0;
-    for (int w = 0; w < WARPS; w++) x += of_warp[w];
+    for (int w = 0; w < N / 32; w++) x += of_warp[w];
     return x;
 }
 
@@ -110,19 +114,23 @@ static __global__ void to_bf16_kernel(bf16 *y, const float *x, int64_t n) {
     if (i < n) y[i] = __float2bfloat16(x[i]);
 }
 
-/* x[n][E] <- rows of the embedding, rope[n][pairs] <- cos and sin of position * frequency, in double: float angles are
-   off by 1e-3 at 8K. A block per token. */
+/* x[E] <- row of the embedding, rope[pairs] <- cos and sin of position * frequency, in double: float angles are off by
+   1e-3 at 8K. By a block. */
+static __device__ void place_token(float *x, float2 *rope, int32_t token, int64_t pos, const bf16 *embed,
+                                   const double *inv_freq, int64_t E, int64_t pairs) {
+    for (int64_t j = threadIdx.x; j < E; j += THREADS) x[j] = __bfloat162float(embed[token * E + j]);
+    for (int64_t j = threadIdx.x; j < pairs; j += THREADS) {
+        double s, c;
+        sincos((double)pos * inv_freq[j], &s, &c);
+        rope[j] = make_float2((float)c, (float)s);
+    }
+}
+
 static __global__ void embed_kernel(float *x, float2 *rope, const input *in, const bf16 *embed, const double *inv_freq,
                                     int64_t E, int64_t pairs) {
     const int64_t i = blockIdx.x;
     overlap();
-    const bf16 *row = embed + in->tokens[i] * E;
-    for (int64_t j = threadIdx.x; j < E; j += THREADS) x[i * E + j] = __bfloat162float(row[j]);
-    for (int64_t j = threadIdx.x; j < pairs; j += THREADS) {
-        double s, c;
-        sincos((double)(in->pos + i) * inv_freq[j], &s, &c);
-        rope[i * pairs + j] = make_float2((float)c, (float)s);
-    }
+    place_token(x + i * E, rope + i * pairs, in->tokens[i], in->pos + i, embed, inv_freq, E, pairs);
 }
 
 /* y[n][E] = x[n][E] / rms(x) * gain[E]. A block per row. */
@@ -132,7 +140,7 @@ static __global__ void norm_kernel(bf16 *y, const float *x, const float *gain, i
     overlap();
     float sum = 0;
     for (int64_t j = threadIdx.x; j < E; j += THREADS) sum += x[j] * x[j];
-    const float scale = 1 / sqrtf(block_sum(sum) / (float)E + eps);
+    const float scale = 1 / sqrtf(block_sum<THREADS>(sum) / (float)E + eps);
     for (int64_t j = threadIdx.x; j < E; j += THREADS) y[j] = __float2bfloat16(x[j] * scale * gain[j]);
 }
 
@@ -213,16 +221,16 @@ static __global__ void swiglu_kernel(bf16 *act, const float *gate_up, int64_t F)
     act[i * F + j] = __float2bfloat16(g / (1 + expf(-g)) * u);
 }
 
-/* *best <- index of the greatest of x[n], the first of equals, never a NaN unless all are (then 0). One block. */
-static __global__ void best_kernel(int32_t *best, const float *x, int32_t n) {
+/* Index of the greatest of x[n], the first of equals, never a NaN unless all are (then 0), for a block of MANY. */
+static __device__ int32_t block_best(const float *x, int32_t n) {
     __shared__ float value[MANY];
     __shared__ int32_t index[MANY];
     const int t = (int)threadIdx.x;
     float v = -CUDART_INF_F;
     int32_t at = n;
-    overlap();
     for (int64_t i = t; i < n; i += MANY)
         if (x[i] > v || (x[i] == v && at == n)) v = x[i], at = (int32_t)i;
+    __syncthreads(); /* the index before is read */
     value[t] = v, index[t] = at;
     for (int half = MANY / 2; half; half /= 2) {
         __syncthreads();
@@ -230,7 +238,14 @@ static __global__ void best_kernel(int32_t *best, const float *x, int32_t n) {
         const float w = value[t + half];
         if (w > value[t] || (w == value[t] && index[t + half] < index[t])) value[t] = w, index[t] = index[t + half];
     }
-    if (t == 0) *best = index[0] < n ? index[0] : 0;
+    __syncthreads();
+    return index[0] < n ? index[0] : 0;
+}
+
+static __global__ void best_kernel(int32_t *best, const float *x, int32_t n) {
+    overlap();
+    const int32_t at = block_best(x, n);
+    if (threadIdx.x == 0) *best = at;
 }
 
 /* ==== operations ==== */
@@ -531,6 +546,214 @@ static void release(lm_model *m, lm_activations *a) {
     cudaFree(a->block); /* waits for what uses it */
 }
 
+/* ==== learning ==== */
+
+static __global__ void start_kernel(float *x, float2 *rope, const int32_t *token, const int64_t *pos, const bf16 *embed,
+                                    const double *inv_freq, int64_t E, int64_t pairs) {
+    const int64_t i = blockIdx.x;
+    overlap();
+    place_token(x + i * E, rope + i * pairs, token[i], pos[i], embed, inv_freq, E, pairs);
+}
+
+/* y[n][E] = x[index[n]]. A block per row. */
+static __global__ void pick_kernel(float *y, const float *x, const int32_t *index, int64_t E) {
+    const int64_t i = blockIdx.x;
+    overlap();
+    for (int64_t j = threadIdx.x; j < E; j += THREADS) y[i * E + j] = x[index[i] * E + j];
+}
+
+/* ln of the sum of exp(x[n]) for a block of MANY, max the greatest. */
+static __device__ float block_log_sum(const float *x, float max, int64_t n) {
+    float sum = 0;
+    for (int64_t j = threadIdx.x; j < n; j += MANY) sum += expf(x[j] - max);
+    return max + logf(block_sum<MANY>(sum));
+}
+
+/* mark[n] of x[n][V], and unless scale is NULL x <- scale (softmax(x) - one at target). A block of MANY per row. */
+static __global__ void judge_kernel(lm_mark *mark, float *x, const int32_t *target, const float *scale,
+                                    const float *reference, int64_t V) {
+    const int64_t i = blockIdx.x;
+    overlap();
+    x += i * V;
+    const int32_t best = block_best(x, (int32_t)V), want = target[i];
+    const float lse = block_log_sum(x, x[best], V);
+    float kl = 0;
+    if (reference) {
+        const float *y = reference + i * V, own = block_log_sum(y, y[block_best(y, (int32_t)V)], V);
+        for (int64_t j = threadIdx.x; j < V; j += MANY) kl += expf(y[j] - own) * (y[j] - own - x[j] + lse);
+        kl = block_sum<MANY>(kl);
+    }
+    if (threadIdx.x == 0) mark[i] = {(double)lse - (double)x[want], (double)kl, best == want};
+    if (!scale) return;
+    __syncthreads(); /* the mark has read x */
+    for (int64_t j = threadIdx.x; j < V; j += MANY) x[j] = scale[i] * (expf(x[j] - lse) - (j == want ? 1.0f : 0.0f));
+}
+
+/* Rows of cols floats, ld apart, to bf16, to_ld apart. Grid: pieces of a row, n. */
+static __global__ void round_kernel(bf16 *to, int64_t to_ld, const float *from, int64_t ld, int64_t cols) {
+    const int64_t j = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    overlap();
+    if (j < cols) to[blockIdx.y * to_ld + j] = __float2bfloat16(from[blockIdx.y * ld + j]);
+}
+
+/* y = x r g, r = 1 / rms: dx += r (g dy - x r^2 mean(g dy x)), rows of x and dx by index. A block per row. */
+static __global__ void norm_back_kernel(float *dx, const float *dy, const float *x, const int32_t *index,
+                                        const float *gain, int64_t E, float eps) {
+    overlap();
+    const int64_t at = (index ? index[blockIdx.x] : (int64_t)blockIdx.x) * E;
+    float squares = 0, sum = 0;
+    x += at, dx += at, dy += blockIdx.x * E;
+    for (int64_t j = threadIdx.x; j < E; j += THREADS) squares += x[j] * x[j], sum += gain[j] * dy[j] * x[j];
+    const float r = 1 / sqrtf(block_sum<THREADS>(squares) / (float)E + eps);
+    const float pull = r * r * r * block_sum<THREADS>(sum) / (float)E;
+    for (int64_t j = threadIdx.x; j < E; j += THREADS) dx[j] += r * gain[j] * dy[j] - pull * x[j];
+}
+
+/* x[n][heads][d], rotated back in place. Grid: heads, n; a thread per pair. */
+static __global__ void rotate_back_kernel(float *x, int64_t ld, const float2 *rope, int d, int pairs, bool half_split) {
+    float *head = x + blockIdx.y * ld + (int64_t)blockIdx.x * d;
+    overlap();
+    for (int j = (int)threadIdx.x; j < pairs; j += (int)blockDim.x) {
+        const float2 angle = rope[(int64_t)blockIdx.y * pairs + j];
+        float *a = head + (half_split ? j : 2 * j), *b = a + (half_split ? pairs : 1);
+        const float p = *a, q = *b;
+        *a = p * angle.x + q * angle.y;
+        *b = q * angle.x - p * angle.y;
+    }
+}
+
+/* Grid: pieces of a row, n; gate, up and their gradients lie in rows of 2 F. */
+static __global__ void swiglu_back_kernel(float *d_gate_up, const float *d_act, const float *gate_up, int64_t F) {
+    const int64_t i = blockIdx.y, j = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    overlap();
+    if (j >= F) return;
+    const float g = gate_up[i * 2 * F + j], u = gate_up[i * 2 * F + F + j], d = d_act[i * F + j];
+    const float s = 1 / (1 + expf(-g));
+    d_gate_up[i * 2 * F + j] = d * u * s * (1 + g * (1 - s));
+    d_gate_up[i * 2 * F + F + j] = d * g * s;
+}
+
+static bool hold(lm_model *m, lm_memory *y, size_t bytes) { return need(m, &y->data, &y->bytes, bytes); }
+
+static void drop(lm_model *m, lm_memory *y) {
+    (void)m;
+    cudaFree(y->data); /* waits for what uses it */
+    *y = {NULL, 0};
+}
+
+static bool copy(lm_model *m, void *to, const void *from, size_t bytes) {
+    return good(m, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, of(m)->stream));
+}
+
+static bool zero(lm_model *m, void *to, size_t bytes) { return good(m, cudaMemsetAsync(to, 0, bytes, of(m)->stream)); }
+
+static bool start(lm_model *m, lm_activations *a, const int32_t *token, const int64_t *pos) {
+    const device *g = of(m);
+    return launch(m, start_kernel, (unsigned)a->n_all, THREADS, a->x, (float2 *)a->rope, token, pos, g->embed,
+                  (const double *)g->inv_freq, m->p.E, m->p.n_rot / 2);
+}
+
+static bool gates(lm_model *m, float *ln_u, const dkv_gates *g, const float *logit, dkv_draw draw) {
+    return good(m, dkv_cuda_gates_union(NULL, ln_u, g, logit, draw, 1, of(m)->stream));
+}
+
+static bool gates_back(lm_model *m, float *da, const dkv_gates *g, const float *logit, dkv_draw draw,
+                       const float *d_ln_u) {
+    return good(m, dkv_cuda_gates_union_backward(da, g, logit, draw, 1, d_ln_u, of(m)->stream));
+}
+
+static dkv_segment context(const lm_cache *c, int l) {
+    const dkv_tensor unused = {NULL, dkv_tail_type(c->type), 0, 0, 0};
+    return dkv_cuda_cache_attention(of(c)->own, l, unused, 1, unused).context;
+}
+
+static bool prepare_gated(lm_model *m, const dkv_gated *c, int64_t n) {
+    device *g = of(m);
+    size_t block, space;
+    return good(m, dkv_cuda_gated_size(&block, &space, c, n)) && need(m, &g->block, &g->block_bytes, block) &&
+           need(m, &g->space, &g->space_bytes, space) &&
+           good(m, dkv_cuda_gated_prepare(&g->gated, c, n, g->block, block, g->space, space, g->stream));
+}
+
+static bool gated(lm_model *m, const lm_activations *a, const dkv_gated *c, int64_t n) {
+    const int64_t count = a->n * m->p.shape.H * m->p.shape.d_v;
+    return prepare_gated(m, c, n) && good(m, dkv_cuda_gated_forward(&of(m)->gated, of(m)->stream)) &&
+           launch(m, to_bf16_kernel, blocks(count, THREADS), THREADS, (bf16 *)a->o,
+                  (const float *)c->suffix->out.data, count);
+}
+
+static bool gated_back(lm_model *m, const dkv_gated *c, int64_t n) {
+    return prepare_gated(m, c, n) && good(m, dkv_cuda_gated_backward(&of(m)->gated, of(m)->stream));
+}
+
+static bool score(lm_model *m, int64_t *rank, const dkv_attention *a, int64_t n, const int64_t *source) {
+    device *g = of(m);
+    size_t space;
+    return good(m, dkv_cuda_score_size(&space, a, n)) && need(m, &g->space, &g->space_bytes, space) &&
+           good(m, dkv_cuda_score(rank, a, n, source, g->space, space, g->stream));
+}
+
+static bool pick(lm_model *m, float *y, const float *x, const int32_t *index, int64_t n) {
+    return launch(m, pick_kernel, (unsigned)n, THREADS, y, x, index, m->p.E);
+}
+
+static bool logits_some(lm_model *m, float *y, const void *x, int64_t n) {
+    const lm_rows rows = {y, m->p.V};
+    return matmul(m, NULL, &rows, &m->output, 1, x, n);
+}
+
+static bool judge(lm_model *m, lm_mark *mark, float *logit, const int32_t *target, const float *scale,
+                  const float *reference, int64_t n) {
+    return launch(m, judge_kernel, (unsigned)n, MANY, mark, logit, target, scale, reference, m->p.V);
+}
+
+/* One product for all n_w, whose weights lie one behind the other, over gradients rounded to bf16. */
+static bool matmul_back(lm_model *m, const lm_activations *a, float *dx, const lm_weight *w, int n_w, const lm_rows *dy,
+                        int64_t n) {
+    (void)a;
+    const float one = 1, none = 0;
+    const int64_t cols = w->mat.cols;
+    int64_t rows = 0, at = 0;
+    for (int k = 0; k < n_w; k++) rows += w[k].mat.rows;
+    if (!hold(m, &of(m)->rounded, (size_t)(n * rows) * sizeof(bf16))) return false;
+    bf16 *y = (bf16 *)of(m)->rounded.data;
+    for (int k = 0; k < n_w; at += w[k++].mat.rows) {
+        const dim3 grid(blocks(w[k].mat.rows, THREADS), (unsigned)n);
+        if (!launch(m, round_kernel, grid, THREADS, y + at, rows, (const float *)dy[k].data, dy[k].ld, w[k].mat.rows))
+            return false;
+    }
+    cublasStatus_t e = cublasGemmEx(of(m)->blas, CUBLAS_OP_N, CUBLAS_OP_N, (int)cols, (int)n, (int)rows, &one, w->bf16,
+                                    CUDA_R_16BF, (int)cols, y, CUDA_R_16BF, (int)rows, &none, dx, CUDA_R_32F, (int)cols,
+                                    CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    return e ? lm_fail(m, "cuBLAS: %s", cublasGetStatusString(e)) : true;
+}
+
+static bool logits_back(lm_model *m, float *d_norm, float *d_logits, int64_t n) {
+    const lm_rows dy = {d_logits, m->p.V};
+    return matmul_back(m, NULL, d_norm, &m->output, 1, &dy, n);
+}
+
+static bool norm_back(lm_model *m, float *dx, const float *dy, const float *x, const int32_t *index, const float *gain,
+                      int64_t n) {
+    return launch(m, norm_back_kernel, (unsigned)n, THREADS, dx, dy, x, index, gain, m->p.E, (float)m->p.eps);
+}
+
+static bool rotate_back(lm_model *m, lm_rows dq, lm_rows dk, const float *rope, int64_t n) {
+    const dkv_shape *s = &m->p.shape;
+    const int pairs = (int)m->p.n_rot / 2;
+    const dim3 q((unsigned)s->H, (unsigned)n), k((unsigned)s->Hkv, (unsigned)n);
+    const float2 *angle = (const float2 *)rope;
+    return launch(m, rotate_back_kernel, q, 64, dq.data, dq.ld, angle, (int)s->d_k, pairs, m->p.half_split) &&
+           launch(m, rotate_back_kernel, k, 64, dk.data, dk.ld, angle, (int)s->d_k, pairs, m->p.half_split);
+}
+
+static bool swiglu_back(lm_model *m, const lm_activations *a, lm_rows d_gate, lm_rows d_up, const float *d_act,
+                        int64_t n) {
+    (void)d_up; /* as a->up, it lies behind */
+    const dim3 grid(blocks(m->p.F, THREADS), (unsigned)n);
+    return launch(m, swiglu_back_kernel, grid, THREADS, d_gate.data, d_act, (const float *)a->gate.data, m->p.F);
+}
+
 /* ==== opening ==== */
 
 /* What matrices pass through on their way to the device, a slab of rows at a time. */
@@ -643,6 +866,7 @@ static void close_cuda(lm_model *m) {
     device *g = of(m);
     if (!g) return;
     release(m, &m->one);
+    drop(m, &g->rounded);
     if (g->blas) cublasDestroy(g->blas);
     void *const memory[] = {g->blas_space, g->weights, g->vectors, g->inv_freq, g->logits, g->best, g->block, g->space};
     for (void *p : memory) cudaFree(p);
@@ -653,4 +877,6 @@ static void close_cuda(lm_model *m) {
 extern "C" const lm_device lm_cuda = {
     open_cuda, close_cuda, cache_open, cache_close, cache_truncate, cache_pack, make, release, input_cuda, begin, NULL,
     norm, matmul, matmul_add, rotate, append, attend, swiglu, logits, logits_all, wait_cuda, fetch, record, replay,
+    sizeof(bf16), CHUNK, hold, drop, copy, zero, start, gates, gates_back, context, gated, gated_back, score, pick,
+    logits_some, judge, logits_back, matmul_back, norm_back, rotate_back, swiglu_back,
 };

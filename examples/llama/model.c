@@ -19,19 +19,30 @@ int64_t lm_kv_peak(const lm_model *m) { return m->kv_peak; }
 
 /* ==== the graph ==== */
 
+bool lm_project(lm_model *m, const lm_layer *l, const lm_activations *a, const float *x, const float *rope, int64_t n,
+                lm_target to) {
+    const lm_device *d = m->device;
+    const lm_rows qkv[] = {a->q, a->k, a->v};
+    int first = to.kv_only ? WK : WQ;
+    return d->norm(m, a->norm, x, l->attn_norm, n) &&
+           d->matmul(m, a, qkv + first, &l->w[first], WO - first, a->norm, n) && d->rotate(m, a, rope, n, to);
+}
+
+bool lm_feed(lm_model *m, const lm_layer *l, const lm_activations *a, const float *x, int64_t n) {
+    const lm_device *d = m->device;
+    const lm_rows ffn[] = {a->gate, a->up};
+    return d->norm(m, a->norm, x, l->ffn_norm, n) && d->matmul(m, a, ffn, &l->w[GATE], 2, a->norm, n) &&
+           d->swiglu(m, a, n);
+}
+
 /* n tokens through one layer; x, rope: where they are in a */
 static bool layer_forward(lm_model *m, const lm_layer *l, const lm_activations *a, float *x, const float *rope,
                           int64_t n, lm_target to) {
     const lm_device *d = m->device;
-    const lm_rows qkv[] = {a->q, a->k, a->v}, ffn[] = {a->gate, a->up};
-    int first = to.kv_only ? WK : WQ;
-    if (!d->norm(m, a->norm, x, l->attn_norm, n) ||
-        !d->matmul(m, a, qkv + first, &l->w[first], WO - first, a->norm, n) ||
-        !d->rotate(m, a, rope, n, to) || !d->append(m, a, n, to)) return false;
+    if (!lm_project(m, l, a, x, rope, n, to) || !d->append(m, a, n, to)) return false;
     if (to.kv_only) return true;
-    return d->attend(m, a, n, to) && d->matmul_add(m, a, x, &l->w[WO], a->o, n) &&
-           d->norm(m, a->norm, x, l->ffn_norm, n) && d->matmul(m, a, ffn, &l->w[GATE], 2, a->norm, n) &&
-           d->swiglu(m, a, n) && d->matmul_add(m, a, x, &l->w[DOWN], a->act, n);
+    return d->attend(m, a, n, to) && d->matmul_add(m, a, x, &l->w[WO], a->o, n) && lm_feed(m, l, a, x, n) &&
+           d->matmul_add(m, a, x, &l->w[DOWN], a->act, n);
 }
 
 /* All tokens through layer l, a chunk at a time; done: what to report to, or NULL. */

@@ -1,0 +1,196 @@
+/* dkv score: the same held-out questions, answered from the dense cache, through patterns, and through their controls.
+
+   A context is prefilled once and graded under every method while its cache is there. Differences to dense are paired,
+   question by question, and their intervals resample whole contexts: questions about one context are not independent.
+   Perplexity: tokens of a text that follow T_c others, in windows that share no predicted token. */
+#define _GNU_SOURCE
+#include "score.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static exam_options o = {.T_c = -1, .W = -1, .S = -1, .R = -1, .per_context = 4, .queries = 500, .once = true};
+static const char *patterns, *scores_path, *text_path;
+static int64_t control_seed = 1;
+static int split;
+static bool with_controls, json;
+
+static method methods[MAX_METHODS];
+static int n_methods = 1; /* DENSE */
+static int64_t windows, window;
+
+static const char NOTES[] =
+    "physical    kept share of KV rows between sink and recent; total: with both, what memory follows\n"
+    "exact       all value tokens of a question are the likeliest ones: greedy decoding would give the value\n"
+    "loss        mean cross-entropy of the value's tokens, by question\n"
+    "to dense    the paired difference of losses, with a 95 % interval: 10,000 resamples of whole contexts; in the\n"
+    "            same way of a control to its pattern, and of a pattern to the first\n"
+    "KL          mean divergence of the value tokens' distributions from the dense ones\n"
+    "perplexity  with --text: of up to 16 windows of up to 512 tokens, each behind T tokens of the same text\n"
+    "Sink, recent and bins of the questions are those of the first pattern, and so is their T unless --ctx is given.\n"
+    "Wordings, keys and filler of the splits are disjoint, from each other and from those of dkv train.\n";
+
+/* ---- methods ------------------------------------------------------------- */
+
+__attribute__((format(printf, 2, 3))) static method *add_method(const dkv_pattern *p, const char *format, ...) {
+    if (n_methods == MAX_METHODS) usage("at most %d methods at a time", MAX_METHODS - 1);
+    method *m = &methods[n_methods++];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(m->name, sizeof m->name, format, args);
+    va_end(args);
+    m->cells = allocate((size_t)p->L * (size_t)p->Hkv, (size_t)p->D);
+    m->gating = (lm_gating){.gates = {p->L, p->H, p->Hkv, p->D, 1}, .W = p->W, .S = p->S, .R = p->R, .open = m->cells};
+    return m;
+}
+
+static void measure_method(method *m, const dkv_pattern *p, int64_t T_c, const char *path) {
+    dkv_stats s;
+    dkv_result r = dkv_dry_run(&s, p, T_c, DKV_BEYOND_ERROR);
+    if (r) fail("%s reaches %lld tokens, not %lld; lower --ctx", path, (long long)dkv_max_context(p), (long long)T_c);
+    m->logical = s.logical, m->physical = s.physical, m->total = s.physical_total, m->n_cells = count_cells(p);
+}
+
+static void add_control(const dkv_pattern *p, int of, int kind, const score_table *s, const char *path, int64_t T_c) {
+    method *m = add_method(p, "%s %s", base_name(path), control_name(kind));
+    m->against = of;
+    make_control(m->cells, kind, p, s->score, (uint64_t)control_seed);
+    dkv_pattern c = pattern_of_cells(p, m->cells);
+    measure_method(m, &c, T_c, path);
+    free((void *)(uintptr_t)c.bits);
+}
+
+static void add_pattern(const exams *x, const dkv_pattern *p, const char *path) {
+    const dkv_shape *s = &lm_get_params(x->m)->shape;
+    score_table scores = {0};
+    if (dkv_pattern_matches(p, s->L, s->H, s->Hkv, s->d_k))
+        fail("%s is for %d layers of %d query and %d KV heads; the model has %d of %d and %d", path, p->L, p->H, p->Hkv,
+             s->L, s->H, s->Hkv);
+    const int index = n_methods;
+    method *m = add_method(p, "%s", base_name(path));
+    m->against = index > FIRST ? FIRST : DENSE;
+    pattern_cells(m->cells, p);
+    measure_method(m, p, x->o.T_c, path);
+    if (!with_controls) return;
+    if (scores_path) {
+        load_scores(&scores, scores_path);
+        check_scores_match(&scores, scores_path, p, path);
+    }
+    for (int kind = 0; kind < CONTROLS; kind++)
+        if (kind != CONTROL_SCORES_ONLY || scores_path) add_control(p, index, kind, &scores, path, x->o.T_c);
+    free_scores(&scores);
+}
+
+/* ---- grading ------------------------------------------------------------- */
+
+static void grade_batch(void *user, const lm_exam *e, int64_t n, int64_t first) {
+    exams *x = user;
+    const int64_t at = first * x->per_context;
+    if (lm_grade_reference(x->learner, e, n, methods[DENSE].grade + at)) fail("%s", lm_error(x->m));
+    for (method *m = methods + 1; m < methods + n_methods; m++)
+        if (lm_grade(x->learner, e, n, &m->gating, m->grade + at)) fail("%s", lm_error(x->m));
+    show_line("score: %lld of %lld contexts, %s left", (long long)(first + n), (long long)x->contexts,
+              hms((seconds() - x->opened) / (double)(first + n) * (double)(x->contexts - first - n)));
+}
+
+/* Window k: T_c tokens from k * window on are the context, the next ones the question. */
+static void grade_window(exams *x, const int32_t *tokens, int64_t k) {
+    const lm_question q = {.tokens = tokens + k * window + x->o.T_c, .n = window, .first = 1};
+    lm_cache *cache = prefill_context(x, tokens + k * window);
+    const lm_exam e = {cache, &q, 1, 0};
+    lm_grade_result g;
+    for (method *m = methods; m < methods + n_methods; m++) {
+        if (m == methods ? lm_grade_reference(x->learner, &e, 1, &g) : lm_grade(x->learner, &e, 1, &m->gating, &g))
+            fail("%s", lm_error(x->m));
+        m->text_loss[k] = g.loss;
+        m->text_kl += g.kl;
+    }
+    lm_cache_destroy(cache);
+    show_line("text: %lld of %lld windows", (long long)k + 1, (long long)windows);
+}
+
+static void grade_text(exams *x) {
+    char *text = read_text(text_path);
+    const size_t bytes = strlen(text);
+    int32_t *tokens = allocate(bytes + 1, sizeof *tokens);
+    const int64_t bos = lm_bos(x->tokenizer) >= 0, room = lm_get_params(x->m)->n_ctx - x->o.T_c;
+    if (bos) tokens[0] = lm_bos(x->tokenizer);
+    int64_t n = lm_encode(x->tokenizer, text, bytes, false, tokens + bos, (int64_t)bytes) + bos;
+    window = room < WINDOW ? room : WINDOW;
+    if (n - x->o.T_c < window) window = n - x->o.T_c;
+    if (window < 2)
+        fail("%s has %lld tokens; --text needs more than %lld", text_path, (long long)n, (long long)x->o.T_c);
+    windows = (n - x->o.T_c) / window < MAX_WINDOWS ? (n - x->o.T_c) / window : MAX_WINDOWS;
+    for (int64_t k = 0; k < windows; k++) grade_window(x, tokens, k);
+    free(tokens);
+    free(text);
+}
+
+/* ---- the command --------------------------------------------------------- */
+
+/* Lengths of the first pattern where none are given. */
+static void lengths_of(const dkv_pattern *p) {
+    if (o.W < 0) o.W = p->W;
+    if (o.S < 0) o.S = p->S;
+    if (o.R < 0) o.R = p->R;
+    if (o.T_c < 0 && o.W == p->W && o.S == p->S && o.R == p->R) o.T_c = dkv_max_context(p);
+}
+
+/* Patterns of a list between commas, which is cut into their names. Returns how many. */
+static int load_list(dkv_pattern *p, const char **path, char *list) {
+    int n = 0;
+    for (char *name; (name = strsep(&list, ",")); n++) {
+        if (n == MAX_METHODS) usage("at most %d patterns at a time", MAX_METHODS);
+        load_pattern(&p[n], path[n] = name);
+    }
+    return n;
+}
+
+int command_score(int argc, char **argv) {
+    const tool_option options[] = {
+        EXAM_OPTIONS(o),
+        LENGTH_OPTIONS(o),
+        {'p', "patterns", "P.dkv,...", OPT_TEXT, &patterns, 0, 0, "what to compare with dense"},
+        {0, "controls", NULL, OPT_FLAG, &with_controls, 0, 0, "and the controls of each: see dkv pattern"},
+        {0, "scores", "S.dks", OPT_TEXT, &scores_path, 0, 0, "of the control scores-only"},
+        {0, "control-seed", "N", OPT_INT, &control_seed, 0, TWO_53, "of controls that draw (default: 1)"},
+        {'n', "queries", "N", OPT_INT, &o.queries, 1, 1e9, "at least so many, in whole rounds (default: 500)"},
+        {0, "split", "choose|report", OPT_CHOICE, &split, 0, 0, "choose among patterns, or report once at the end"},
+        {0, "text", "FILE", OPT_TEXT, &text_path, 0, 0, "perplexity on this text"},
+        {0, "json", NULL, OPT_FLAG, &json, 0, 0, "print JSON"},
+        {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
+    };
+    argv = parse_options(&argc, argv, options, "dkv score -m MODEL.gguf -p P.dkv[,Q.dkv...] [options]", NOTES);
+    if (argc) usage("what is '%s'? see dkv score --help", argv[0]);
+    if (!o.model_path) usage("which model? give -m MODEL.gguf");
+    if (!patterns || !*patterns) usage("which patterns? give -p P.dkv,Q.dkv,...");
+    if (scores_path && !with_controls) usage("--scores goes with --controls");
+    dkv_pattern p[MAX_METHODS];
+    const char *path[MAX_METHODS];
+    char *list = strdup(patterns);
+    int n = load_list(p, path, list);
+    lengths_of(&p[0]);
+    o.split = split ? LM_REPORT : LM_CHOOSE;
+    exams x;
+    open_exams(&x, &o);
+    methods[DENSE] = (method){.name = "dense", .logical = 1, .physical = 1, .total = 1};
+    for (int i = 0; i < n; i++) add_pattern(&x, &p[i], path[i]);
+    for (method *m = methods; m < methods + n_methods; m++)
+        m->grade = allocate((size_t)(x.contexts * x.per_context), sizeof *m->grade);
+    if (isatty(STDERR_FILENO))
+        say_cost(&x, "score", x.contexts, x.contexts * x.per_context * n_methods, 1);
+    each_batch(&x, 0, x.contexts, grade_batch, &x);
+    if (text_path) grade_text(&x);
+    show_line("%s", "");
+    const gradings g = {&x, methods, n_methods, windows, window, text_path, split ? "report" : "choose"};
+    if (json) print_gradings_json(&g);
+    else print_gradings(&g);
+    for (method *m = methods; m < methods + n_methods; m++) free(m->cells), free(m->grade);
+    for (int i = 0; i < n; i++) dkv_pattern_free(&p[i], NULL);
+    free(list);
+    close_exams(&x);
+    return 0;
+}

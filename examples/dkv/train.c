@@ -1,0 +1,377 @@
+/* dkv train: learns a pattern from retrieval scores (paper 3.3).
+
+   scores -> logits a -> stage 1: relaxed gates, loss + lambda * expected share kept
+                      -> stage 2, for each rho: exact Top-K forward, gradients straight through the relaxed gates
+                      -> the same Top-K, exported
+
+   A step asks one round of questions: every bin, in both kinds and both wordings. Rounds take turns. Everything follows
+   from the options and the seed, so a run that goes on from its state ends in the same bits. */
+#define _GNU_SOURCE
+#include "exams.h"
+#include "recipe.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* ---- options ------------------------------------------------------------- */
+
+enum { MAX_RHOS = 32 };
+
+static exam_options o = {.T_c = -1, .W = -1, .S = -1, .R = -1, .rounds = 4, .split = LM_TRAIN};
+static recipe r;
+static int recipe_name = OURS;
+static double rhos[MAX_RHOS];
+static int64_t n_rhos, pause_after;
+static const char *scores_path, *output, *resume, *rho_list, *steps, *anneal;
+static bool head_only, verbose, json, dry_run;
+
+static const char SYNOPSIS[] = "dkv train -m MODEL.gguf [-s S.dks] --rho RATIO -o P.dkv [options]";
+
+static const char NOTES[] =
+    "recipes     ours        one gate per KV head, a budget in cells that falls from 0.6; 4 + 56 steps, lr 0.1,\n"
+    "                        lambda 4, 8 needles in a context\n"
+    "            reference   the paper's: one gate per query head, a logical budget; 16 + 28 steps, lr 0.01,\n"
+    "                        lambda 0.5, 4 needles\n"
+    "Other options change one thing of the recipe. Lengths and bins are those of the scores; without scores all gates\n"
+    "start alike, and --ctx, --bin-width, --sink and --recent are as in dkv probe. With several --rho, stage 2 starts\n"
+    "from the end of stage 1 for each, and P.dkv becomes P-RHO.dkv.\n"
+    "--resume FILE writes the state there after every step and goes on from it: the same pattern, bit for bit.\n"
+    "--json prints a line per step: step, stage, rho, loss, expected (share kept, of relaxed gates), logical and\n"
+    "physical (of the mask), churn (share of its bits that were not in the last one), exact (share of questions\n"
+    "answered exactly), norm (of the gradient, before clipping).\n";
+
+static void read_rhos(void) {
+    const char *c = rho_list;
+    for (char *end; *c; c = end + (*end == ',')) {
+        if (n_rhos == MAX_RHOS) usage("--rho takes at most %d values", MAX_RHOS);
+        rhos[n_rhos] = strtod(c, &end);
+        if (end == c || (*end && *end != ',') || !(rhos[n_rhos] >= 0 && rhos[n_rhos] <= 1))
+            usage("--rho must be numbers in 0..1 between commas, not '%s'", rho_list);
+        n_rhos++;
+    }
+}
+
+static void read_pairs(void) {
+    char rest;
+    long long A, B;
+    if (steps && (sscanf(steps, "%lld,%lld%c", &A, &B, &rest) != 2 || A < 0 || B < 0 || A > 1 << 20 || B > 1 << 20))
+        usage("--steps must be A,B: steps of stage 1 and of stage 2, not '%s'", steps);
+    if (steps) r.A = A, r.B = B;
+    if (anneal && (sscanf(anneal, "%lf,%lf%c", &r.from, &r.share, &rest) != 2 || !(r.from >= 0 && r.from <= 1) ||
+                   !(r.share >= 0 && r.share <= 1)))
+        usage("--anneal must be FROM,SHARE: a ratio, and a share of stage 2 (0: none), not '%s'", anneal);
+}
+
+/* The recipe, then what other options say of it. */
+static void choose_recipe(const recipe *given) {
+    r = recipes[recipe_name];
+    if (given->gates >= 0) r.gates = given->gates;
+    if (r.gates == PER_KV_HEAD && given->budget == DKV_BUDGET_LOGICAL)
+        usage("--gates kv counts cells: its budget is physical");
+    if (r.gates == PER_KV_HEAD) r.budget = DKV_BUDGET_PHYSICAL;
+    if (given->budget >= 0) r.budget = given->budget;
+    if (given->rate > 0) r.rate = r.rate_end = given->rate;
+    if (given->rate_end >= 0) r.rate_end = given->rate_end;
+    if (given->lambda >= 0) r.lambda = given->lambda;
+    if (given->ramp >= 0) r.ramp = given->ramp;
+    if (!o.per_context) o.per_context = r.needles;
+    read_pairs();
+}
+
+static void check_arguments(const recipe *given) {
+    if (!o.model_path) usage("which model? give -m MODEL.gguf");
+    if (scores_path && (o.T_c >= 0 || o.W >= 0 || o.S >= 0 || o.R >= 0))
+        usage("the scores say what lengths are; leave --ctx, --bin-width, --sink and --recent out");
+    if (!rho_list) usage("how much may stay? give --rho RATIO");
+    if (!output && !dry_run) usage("where to? give -o P.dkv");
+    if (pause_after && !resume) usage("--pause-after needs --resume FILE to go on from");
+    read_rhos();
+    choose_recipe(given);
+}
+
+/* ---- training ------------------------------------------------------------ */
+
+/* What a run goes on from: one block. Parameters, AdamW's two moments; the same at the end of stage 1. */
+typedef struct {
+    int64_t rho, step;  /* which of the rhos; steps taken */
+    float x[];          /* [2][3][n], then the last mask, [L][H][D] bytes */
+} train_state;
+
+typedef struct {
+    exams *x;
+    dkv_gates g;
+    int64_t n_gates, bits;       /* gates; bits of a mask, L * H * D */
+    int64_t n, spread;           /* parameters, each of so many gates: 1, or with --head-only D */
+    train_state *state;
+    size_t state_bytes;
+    uint64_t config;
+    float *a, *da, *dx;          /* [n_gates], [n_gates], [n] */
+    unsigned char *M, *open;     /* [L][H][D], [L][Hkv][D] */
+    double seconds;              /* of this process's steps, prefills not counted */
+    int64_t steps, prefills;     /* of this process; of the whole run, as far as it is ahead */
+} trainer;
+
+typedef struct {
+    double loss, expected, logical, physical, churn, exact, norm;
+    int64_t questions;
+} report;
+
+static float *now(trainer *t) { return t->state->x; }
+static float *stage_1(trainer *t) { return t->state->x + 3 * t->n; }
+static unsigned char *last_mask(trainer *t) { return (void *)(t->state->x + 6 * t->n); }
+
+/* A batch of a step. */
+typedef struct {
+    trainer *t;
+    const lm_gating *g;
+    report *out;
+} step_part;
+
+static void learn_batch(void *user, const lm_exam *e, int64_t n, int64_t first) {
+    (void)first;
+    step_part *s = user;
+    const exams *x = s->t->x;
+    const int64_t questions = n * x->per_context;
+    lm_grade_result *grade = allocate((size_t)questions, sizeof *grade);
+    double loss;
+    if (lm_learn(x->learner, e, n, s->g, s->t->da, &loss, grade)) fail("%s", lm_error(x->m));
+    s->out->loss += loss;
+    s->out->questions += questions;
+    for (int64_t i = 0; i < questions; i++) s->out->exact += grade[i].right == grade[i].n_value;
+    free(grade);
+}
+
+/* Fills M and open with the Top-K mask at rho. */
+static void choose_mask(trainer *t, double rho, report *out) {
+    const int64_t cells = (int64_t)t->g.L * t->g.Hkv * t->g.D;
+    int64_t K, fresh = 0, kept = 0;
+    for (int64_t i = 0; i < t->n_gates; i++) t->a[i] = now(t)[i / t->spread];
+    dkv_gates_top(t->M, &K, &t->g, t->a, (dkv_budget)r.budget, rho, r.by_p);
+    dkv_gates_or(t->open, &t->g, t->M);
+    for (int64_t i = 0; i < t->bits; i++) fresh += t->M[i] && !last_mask(t)[i];
+    for (int64_t i = 0; i < cells; i++) kept += t->open[i];
+    memcpy(last_mask(t), t->M, (size_t)t->bits);
+    out->churn = K ? (double)fresh / (double)K : 0;
+    out->logical = (double)K / (double)t->bits;
+    out->physical = (double)kept / (double)cells;
+}
+
+static report take_step(trainer *t) {
+    const int64_t step = t->state->step, round = step % t->x->o.rounds;
+    const step_plan p = schedule(&r, step, rhos[t->state->rho]);
+    report out = {0};
+    choose_mask(t, p.rho, &out);
+    lm_gating g = {t->g, t->x->o.W, t->x->o.S, t->x->o.R, t->a, p.through ? t->open : NULL, (uint64_t)t->x->o.seed,
+                   (uint32_t)step};
+    memset(t->da, 0, (size_t)t->n_gates * sizeof *t->da);
+    each_batch(t->x, round * t->x->per_round, t->x->per_round, learn_batch, &(step_part){t, &g, &out});
+    out.expected = dkv_gates_penalty(t->da, &t->g, t->a, (dkv_budget)r.budget, (float)p.lambda);
+    out.exact /= (double)out.questions;
+
+    memset(t->dx, 0, (size_t)t->n * sizeof *t->dx);
+    for (int64_t i = 0; i < t->n_gates; i++) t->dx[i / t->spread] += t->da[i];
+    out.norm = dkv_gates_clip(t->dx, t->n);
+    dkv_gates_adamw(now(t), now(t) + t->n, now(t) + 2 * t->n, t->dx, t->n, step + 1, p.rate);
+    t->state->step++;
+    if (t->state->step == r.A) memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->dx);
+    return out;
+}
+
+/* ---- beginning ----------------------------------------------------------- */
+
+/* With --head-only a head has one score, its mean. */
+static void init_gates(trainer *t, const score_table *s) {
+    float *S = allocate((size_t)t->bits, sizeof *S);
+    memcpy(S, s->score, (size_t)t->bits * sizeof *S);
+    for (int64_t f = 0; head_only && f < t->bits / t->g.D; f++) {
+        double sum = 0;
+        for (int64_t b = 0; b < t->g.D; b++) sum += (double)S[f * t->g.D + b];
+        for (int64_t b = 0; b < t->g.D; b++) S[f * t->g.D + b] = (float)(sum / t->g.D);
+    }
+    dkv_gates_init(t->a, &t->g, S);
+    for (int64_t i = 0; i < t->n; i++) now(t)[i] = t->a[i * t->spread];
+    memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->dx);
+    free(S);
+}
+
+/* Everything that results depend on. */
+static uint64_t hash_config(const trainer *t, const score_table *s) {
+    const double all[] = {(double)r.A, (double)r.B, (double)r.ramp, r.rate, r.rate_end, r.lambda, r.from, r.share,
+                          r.gates, r.budget, r.by_p, head_only, (double)o.rounds, (double)o.seed, o.place,
+                          (double)t->x->kept, (double)t->x->group};
+    uint64_t hash = hash_bytes(t->x->run_hash, all, sizeof all);
+    hash = hash_bytes(hash, rhos, (size_t)n_rhos * sizeof *rhos);
+    return hash_bytes(hash, s->score, (size_t)t->bits * sizeof *s->score);
+}
+
+static trainer open_trainer(exams *x, const score_table *s) {
+    trainer t = {.x = x, .g = {s->L, s->H, s->Hkv, s->D, r.gates == PER_KV_HEAD}, .spread = head_only ? s->D : 1};
+    t.n_gates = dkv_gates_count(&t.g);
+    t.bits = (int64_t)s->L * s->H * s->D;
+    t.n = t.n_gates / t.spread;
+    t.state_bytes = sizeof *t.state + 6 * (size_t)t.n * sizeof(float) + (size_t)t.bits;
+    t.state = allocate(1, t.state_bytes);
+    t.a = allocate((size_t)t.n_gates, sizeof *t.a);
+    t.da = allocate((size_t)t.n_gates, sizeof *t.da);
+    t.dx = allocate((size_t)t.n, sizeof *t.dx);
+    t.M = allocate((size_t)t.bits, 1);
+    t.open = allocate((size_t)s->L * (size_t)s->Hkv * (size_t)s->D, 1);
+    t.config = hash_config(&t, s);
+    init_gates(&t, s);
+    return t;
+}
+
+static void close_trainer(trainer *t) {
+    free(t->open);
+    free(t->M);
+    free(t->dx);
+    free(t->da);
+    free(t->a);
+    free(t->state);
+}
+
+/* Of no scores file: zeros. */
+static void check_scores(score_table *s, const exams *x) {
+    const dkv_shape *m = &lm_get_params(x->m)->shape;
+    if (!scores_path) {
+        *s = (score_table){.L = m->L, .H = m->H, .Hkv = m->Hkv, .D = (int32_t)x->D};
+        s->score = allocate((size_t)m->L * (size_t)m->H, (size_t)x->D * sizeof *s->score);
+    }
+    if (s->L != m->L || s->H != m->H || s->Hkv != m->Hkv)
+        fail("%s is of a model with %d layers of %d and %d heads; this one has %d of %d and %d", scores_path, s->L,
+             s->H, s->Hkv, m->L, m->H, m->Hkv);
+}
+
+/* ---- telling ------------------------------------------------------------- */
+
+static double seconds_left(const trainer *t) {
+    const exams *x = t->x;
+    const int64_t left = r.A + n_rhos * r.B - t->state->rho * r.B - t->state->step;
+    const double prefill = x->prefilled ? x->prefill_s / (double)x->prefilled : 0;
+    return t->seconds / (double)t->steps * (double)left + prefill * (double)(t->prefills - x->prefilled);
+}
+
+static void tell_step(const trainer *t, const report *x) {
+    const int64_t step = t->state->step;
+    const int stage = step <= r.A ? 1 : 2;
+    const double rho = rhos[t->state->rho];
+    char line[256];
+    snprintf(line, sizeof line, "rho %g stage %d step %lld/%lld  loss %.4f  exact %.3f  expected %.3f  logical %.3f  "
+             "physical %.3f  churn %.3f  %.2f s", rho, stage, (long long)step, (long long)(r.A + r.B), x->loss,
+             x->exact, x->expected, x->logical, x->physical, x->churn, t->seconds / (double)t->steps);
+    if (json)
+        printf("{\"step\":%lld,\"stage\":%d,\"rho\":%.17g,\"loss\":%.17g,\"expected\":%.9g,\"logical\":%.9g,"
+               "\"physical\":%.9g,\"churn\":%.9g,\"exact\":%.9g,\"norm\":%.9g}\n", (long long)step, stage, rho, x->loss,
+               x->expected, x->logical, x->physical, x->churn, x->exact, x->norm);
+    if (json) fflush(stdout);
+    if (verbose) show_line("%s", ""), fprintf(stderr, "%s\n", line);
+    show_line("%s, %s left", line, hms(seconds_left(t)));
+}
+
+/* P.dkv, or of several rhos P-RHO.dkv, free it. */
+static char *output_name(double rho) {
+    char *name;
+    size_t n = strlen(output), stem = n > 4 && !strcmp(output + n - 4, ".dkv") ? n - 4 : n;
+    int failed = n_rhos == 1 ? asprintf(&name, "%s", output)
+                             : asprintf(&name, "%.*s-%g%s", (int)stem, output, rho, output + stem);
+    if (failed < 0) fail("out of memory");
+    return name;
+}
+
+static void export_pattern(trainer *t) {
+    const exams *x = t->x;
+    const double rho = rhos[t->state->rho];
+    report end = {0};
+    choose_mask(t, rho, &end);
+    dkv_pattern p = {.d = lm_get_params(x->m)->shape.d_k, .W = x->o.W, .S = x->o.S, .R = x->o.R, .rho = rho,
+                     .budget = (dkv_budget)r.budget, .data_hash = x->data_hash, .seed = (uint64_t)x->o.seed};
+    void *bits = allocate((size_t)t->g.L * (size_t)t->g.H, (size_t)dkv_pattern_words(t->g.D) * 8);
+    dkv_gates_export(&p, bits, NULL, &t->g, t->M, t->a);
+    memcpy(p.model, x->name, sizeof p.model);
+    snprintf(p.tool, sizeof p.tool, "dkv %s train --recipe %s%s", dkv_version(),
+             recipe_name == OURS ? "ours" : "reference", head_only ? " --head-only" : "");
+    char *name = output_name(rho);
+    save_pattern(&p, name);
+    show_line("%s", "");
+    if (!json)
+        printf("%s: %lld of %lld bits, logical %.4f, physical %.4f\n", base_name(name), (long long)p.K,
+               (long long)t->bits, end.logical, end.physical);
+    free(name);
+    free(bits);
+}
+
+/* ---- the command --------------------------------------------------------- */
+
+/* False: paused. */
+static bool train(trainer *t) {
+    train_state *s = t->state;
+    for (; s->rho < n_rhos; s->rho++) {
+        while (s->step < r.A + r.B) {
+            const double start = seconds() - t->x->prefill_s;
+            report done = take_step(t);
+            t->seconds += seconds() - t->x->prefill_s - start;
+            t->steps++;
+            tell_step(t, &done);
+            if (resume) write_state(resume, t->config, s, t->state_bytes);
+            if (t->steps == pause_after) return false;
+        }
+        export_pattern(t);
+        s->step = r.A;
+        memcpy(now(t), stage_1(t), 3 * (size_t)t->n * sizeof *t->dx);
+    }
+    return true;
+}
+
+int command_train(int argc, char **argv) {
+    recipe given = {.ramp = -1, .rate_end = -1, .lambda = -1, .gates = -1, .budget = -1};
+    const tool_option options[] = {
+        EXAM_OPTIONS(o),
+        LENGTH_OPTIONS(o),
+        {'s', "scores", "S.dks", OPT_TEXT, &scores_path, 0, 0, "retrieval scores of dkv probe"},
+        {'o', "output", "P.dkv", OPT_TEXT, &output, 0, 0, "the pattern file to write"},
+        {0, "rho", "RATIO,...", OPT_TEXT, &rho_list, 0, 0, "what may stay; of several, a pattern each"},
+        {0, "recipe", "ours|reference", OPT_CHOICE, &recipe_name, 0, 0, "see below (default: ours)"},
+        {0, "gates", "kv|query", OPT_CHOICE, &given.gates, 0, 0, "one gate per KV head or per query head"},
+        {0, "budget", "logical|physical", OPT_CHOICE, &given.budget, 0, 0, "what rho and the penalty count"},
+        {0, "steps", "A,B", OPT_TEXT, &steps, 0, 0, "of stage 1 and of stage 2"},
+        {0, "lr", "X", OPT_REAL, &given.rate, 1e-9, 100, "learning rate"},
+        {0, "lr-end", "X", OPT_REAL, &given.rate_end, 0, 100, "and at the last step, linearly (default: the same)"},
+        {0, "lambda", "X", OPT_REAL, &given.lambda, 0, 1e6, "weight of the share kept"},
+        {0, "ramp", "N", OPT_INT, &given.ramp, 0, 1e6, "steps until lambda is reached (default: 4)"},
+        {0, "anneal", "FROM,SHARE", OPT_TEXT, &anneal, 0, 0, "the budget falls to rho over a share of stage 2"},
+        {0, "head-only", NULL, OPT_FLAG, &head_only, 0, 0, "one gate for all bins of a head: a control"},
+        {0, "rounds", "N", OPT_INT, &o.rounds, 1, 1000, "of questions that take turns (default: 4)"},
+        {0, "resume", "FILE", OPT_TEXT, &resume, 0, 0, "keep the state there, and go on from it"},
+        {0, "pause-after", "N", OPT_INT, &pause_after, 1, 1e9, "stop after N steps; --resume goes on"},
+        {0, "verbose", NULL, OPT_FLAG, &verbose, 0, 0, "a line per step on standard error"},
+        {0, "json", NULL, OPT_FLAG, &json, 0, 0, "a line of JSON per step"},
+        {0, "dry-run", NULL, OPT_FLAG, &dry_run, 0, 0, "say what it would cost"},
+        {0, NULL, NULL, OPT_END, NULL, 0, 0, NULL},
+    };
+    argv = parse_options(&argc, argv, options, SYNOPSIS, NOTES);
+    if (argc) usage("what is '%s'? see dkv train --help", argv[0]);
+    check_arguments(&given);
+    score_table s = {0};
+    if (scores_path) {
+        load_scores(&s, scores_path);
+        o.T_c = s.T_c, o.W = s.W, o.S = s.S, o.R = s.R;
+    }
+    exams x;
+    open_exams(&x, &o);
+    check_scores(&s, &x);
+    trainer t = open_trainer(&x, &s);
+    if (resume && !dry_run) read_state(resume, t.config, t.state, t.state_bytes);
+    const int64_t left = r.A + n_rhos * r.B - t.state->rho * r.B - t.state->step;
+    t.prefills = x.kept + (x.contexts - x.kept) * left / o.rounds;
+    if (dry_run || verbose || isatty(STDERR_FILENO))
+        say_cost(&x, "train", t.prefills, left * x.per_round * x.per_context, 3);
+    bool finished = dry_run || train(&t);
+    show_line("%s", "");
+    if (!finished) printf("paused after %lld steps; the same command goes on from %s\n", (long long)t.steps, resume);
+    close_trainer(&t);
+    close_exams(&x);
+    free_scores(&s);
+    return 0;
+}

@@ -1,0 +1,190 @@
+#!/bin/sh
+# test_train.sh: from a model to a tested pattern, probe, train, score and plot, on a small model with random weights.
+# Speaks TAP, closes with "N passed, N failed, N skipped". DKV is the tool (build/dkv); python3 makes the model.
+cd "$(dirname "$0")/.." || exit 1
+DKV=${DKV:-build/dkv}
+[ -x "$DKV" ] || { echo "test_train: no $DKV; run make" >&2; exit 1; }
+t=$(mktemp -d) || exit 1
+trap 'rm -rf "$t"' EXIT
+passed=0 failed=0 skipped=0
+
+pass() { passed=$((passed + 1)); echo "ok $((passed + failed + skipped)) - $1"; }
+flunk() { failed=$((failed + 1)); echo "not ok $((passed + failed + skipped)) - $1"; [ -z "${2:-}" ] || echo "# $2"; }
+skip() { skipped=$((skipped + 1)); echo "ok $((passed + failed + skipped)) - $1 # SKIP $2"; }
+holds() { name=$1; shift; if "$@" > "$t/out" 2>&1; then pass "$name"; else flunk "$name" "$(head -c 300 "$t/out")"; fi; }
+equal() { if [ "$2" = "$3" ]; then pass "$1"; else flunk "$1" "got '$2', wanted '$3'"; fi; }
+
+# refused NAME STATUS TEXT COMMAND...: exactly one line on stderr, "dkv: " and TEXT in it, that status, nothing on stdout
+refused() {
+    name=$1 wanted=$2 text=$3
+    shift 3
+    "$@" > "$t/out" 2> "$t/err"
+    status=$?
+    if [ $status -eq "$wanted" ] && [ ! -s "$t/out" ] && [ "$(wc -l < "$t/err")" -eq 1 ] &&
+        grep -q '^dkv: ' "$t/err" && grep -qF -- "$text" "$t/err"; then
+        pass "$name"
+    else
+        flunk "$name" "status $status, $(head -c 300 "$t/err")"
+    fi
+}
+
+# key FILE NAME: the value of a JSON key that occurs once, without quotes
+key() { sed -n "s/^[[:space:]]*\"$2\":[[:space:]]*\"\{0,1\}\([^\",]*\)\"\{0,1\},\{0,1\}\$/\1/p" "$1"; }
+info() { "$DKV" info "$@" --json > "$t/info.json" || echo '{}' > "$t/info.json"; }
+about() { info "$1"; shift; for k; do key "$t/info.json" "$k"; done | xargs; }
+
+# ---- arguments
+for command in probe train score; do
+    holds "$command --help" sh -c "'$DKV' $command --help | grep -q '^usage: dkv $command'"
+    refused "$command: unknown option" 2 "no option --wrong" "$DKV" $command --wrong
+    refused "$command: no model" 2 "which model" "$DKV" $command
+done
+refused "probe: no output" 2 "where to" "$DKV" probe -m x
+refused "probe: no such model" 1 "$t/none" "$DKV" probe -m "$t/none" -o "$t/x"
+refused "train: no budget" 2 "how much" "$DKV" train -m x -s x
+refused "train: no output" 2 "where to" "$DKV" train -m x -s x --rho 0.2
+wrong() { name=$1 status=$2 text=$3; shift 3; refused "train: $name" $status "$text" "$DKV" train -m x -s x -o x "$@"; }
+wrong "a ratio above 1" 2 "--rho must be" --rho 0.2,1.5
+wrong "no ratio" 2 "--rho must be" --rho 0.2,x
+wrong "one number of steps" 2 "--steps must be A,B" --rho 0.2 --steps 5
+wrong "annealing" 2 "--anneal must be FROM,SHARE" --rho 0.2 --anneal 0.6,1.5
+wrong "cells under a logical budget" 2 "--gates kv counts cells" --rho 0.2 --gates kv --budget logical
+wrong "a pause without a state" 2 "--pause-after needs --resume" --rho 0.2 --pause-after 3
+wrong "lengths beside scores" 2 "leave --ctx" --rho 0.2 --ctx 480
+wrong "no scores there" 1 "cannot read x" --rho 0.2
+refused "score: no patterns" 2 "which patterns" "$DKV" score -m x
+refused "score: no such pattern" 1 "cannot read x" "$DKV" score -m x -p x
+refused "score: scores for nothing" 2 "--scores goes with --controls" "$DKV" score -m x -p x --scores x
+
+if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen2; then
+    M=$t/f32.gguf
+    # 4 bins of 96 bytes, 2 layers, 4 query heads, 2 KV heads: 16 cells
+    probe() { "$DKV" probe -m "$M" --ctx 480 --bin-width 96 --sink 32 --recent 64 --needles 2 "$@"; }
+
+    # ---- probe
+    holds "probe" probe -o "$t/s.dks"
+    equal "probe: nothing but the result on a pipe" "$(wc -l < "$t/out" | tr -d ' ')" 1
+    equal "probe: what it measured" "$(about "$t/s.dks" layers heads kv_heads bins bin_width sink recent context_tokens \
+        examples_per_bin)" "2 4 2 4 96 32 64 480 16"
+    probe -o "$t/again.dks" > /dev/null
+    holds "probe: the same again" cmp "$t/s.dks" "$t/again.dks"
+    probe -o "$t/other.dks" --seed 1 > /dev/null
+    holds "probe: another seed, other scores" sh -c "! cmp -s '$t/s.dks' '$t/other.dks'"
+    probe -o "$t/again.dks" --resume "$t/probed" > /dev/null
+    probe -o "$t/resumed.dks" --resume "$t/probed" > /dev/null
+    holds "probe: from its state" cmp "$t/s.dks" "$t/resumed.dks"
+    refused "probe: another run's state" 1 "other settings" probe -o "$t/x" --resume "$t/probed" --seed 1
+    refused "probe: not whole bins" 1 "--ctx 500 is not sink + recent + whole bins of 96; 480 is" probe -o "$t/x" --ctx 500
+    refused "probe: no room for questions" 1 "leaves no room" probe -o "$t/x" --ctx 2016
+    refused "probe: more needles than bins" 1 "asks about 5" probe -o "$t/x" --needles 5
+    refused "probe: no room for a cache" 1 "more than --kv-memory" probe -o "$t/x" --kv-memory 0.000001
+    refused "probe: unwritable" 1 "cannot write /nowhere/x" probe -o /nowhere/x
+    probe --dry-run > "$t/out" 2> "$t/err"
+    holds "probe: --dry-run" grep -q '^probe: 32 prefills of 480 tokens.*64 questions' "$t/err"
+    if command -v gnuplot > /dev/null; then
+        holds "plot: scores" "$DKV" plot "$t/s.dks" -o "$t/s.png"
+        equal "plot: a PNG" "$(head -c 8 "$t/s.png" | od -An -tx1 | tr -d ' ')" 89504e470d0a1a0a
+    else
+        skip "plot: scores" "no gnuplot"
+    fi
+
+    # ---- train
+    train() { "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --steps 2,5 --rounds 2 "$@"; }
+    holds "train" train --rho 0.25 -o "$t/p.dkv"
+    equal "train: nothing but the result on a pipe" "$(cat "$t/out")" \
+        "p.dkv: 8 of 32 bits, logical 0.2500, physical 0.2500"
+    equal "train: what it learned" "$(about "$t/p.dkv" layers heads kv_heads head_dim bins bin_width sink recent budget \
+        cells ones seed model)" "2 4 2 32 4 96 32 64 physical 4 8 0 random f32"
+    equal "train: where from" "$(key "$t/info.json" tool)" "$("$DKV" --version) train --recipe ours"
+    train --rho 0.25 -o "$t/again.dkv" > /dev/null
+    holds "train: the same again" cmp "$t/p.dkv" "$t/again.dkv"
+    train --rho 0.25 -o "$t/again.dkv" --threads 1 > /dev/null
+    holds "train: the same on one thread" cmp "$t/p.dkv" "$t/again.dkv"
+    train --rho 0.5,0.25 -o "$t/q.dkv" > /dev/null
+    holds "train: several ratios, each from the end of stage 1" cmp "$t/p.dkv" "$t/q-0.25.dkv"
+    equal "train: and the other" "$(about "$t/q-0.5.dkv" cells rho)" "8 0.5"
+    train --rho 0.25 -o "$t/j.dkv" --json > "$t/log"
+    equal "train: a line per step" "$(sed -n 's/{"step":\([0-9]*\),"stage":\([12]\),.*/\1:\2/p' "$t/log" | xargs)" \
+        "1:1 2:1 3:2 4:2 5:2 6:2 7:2"
+    equal "train: the budget falls" "$(sed -n 's/.*"physical":\([0-9.]*\),.*/\1/p' "$t/log" | xargs)" \
+        "0.625 0.625 0.625 0.5 0.375 0.25 0.25"
+    train --rho 0.25 -o "$t/v.dkv" --verbose > /dev/null 2> "$t/err"
+    equal "train: --verbose" "$(grep -c '^rho 0.25 stage [12] step' "$t/err")" 7
+    # the caches of 3 contexts instead of all 16
+    train --rho 0.25 -o "$t/again.dkv" --kv-memory 0.0008 > /dev/null
+    equal "train: short memory" "$(about "$t/again.dkv" cells)" 4
+
+    # interrupted: in stage 1, between, in stage 2, between ratios, and killed somewhere
+    rm -f "$t/r-0.5.dkv" "$t/r-0.25.dkv"
+    for pause in 1 1 2 3 4; do
+        train --rho 0.5,0.25 -o "$t/r.dkv" --resume "$t/state" --pause-after $pause --json >> "$t/resumed" || flunk "pause"
+    done
+    holds "train: not yet finished" [ ! -e "$t/r-0.25.dkv" ]
+    train --rho 0.5,0.25 -o "$t/r.dkv" --resume "$t/state" --json >> "$t/resumed"
+    holds "train: interrupted and resumed, the same pattern" cmp "$t/q-0.5.dkv" "$t/r-0.5.dkv"
+    holds "train: and the next" cmp "$t/q-0.25.dkv" "$t/r-0.25.dkv"
+    train --rho 0.5,0.25 -o "$t/q.dkv" --json | grep '^{' > "$t/log"
+    grep '^{' "$t/resumed" > "$t/resumed.log"
+    holds "train: and the same steps" cmp "$t/log" "$t/resumed.log"
+    rm -f "$t/state"
+    "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --steps 2,5 --rounds 2 --rho 0.5,0.25 -o "$t/k.dkv" \
+        --resume "$t/state" > /dev/null 2>&1 & # not by train(), whose process would be a shell's
+    n=0
+    until [ -e "$t/state" ] || [ $n -gt 300 ]; do sleep 0.1; n=$((n + 1)); done
+    kill -9 $!
+    { wait $!; } 2> /dev/null
+    equal "train: killed before its end" "$? $(ls "$t" | grep -c '^k-')" "137 0"
+    train --rho 0.5,0.25 -o "$t/k.dkv" --resume "$t/state" > /dev/null
+    holds "train: killed and resumed, the same pattern" cmp "$t/q-0.25.dkv" "$t/k-0.25.dkv"
+    refused "train: another run's state" 1 "other settings" train --rho 0.25 -o "$t/x" --resume "$t/state"
+    head -c 100 "$t/state" > "$t/cut"
+    refused "train: a cut state" 1 "remove it to start anew" train --rho 0.5,0.25 -o "$t/x" --resume "$t/cut"
+    refused "train: a state that is none" 1 "is not the state" train --rho 0.25 -o "$t/x" --resume README.md
+
+    holds "train: without scores" "$DKV" train -m "$M" --ctx 480 --bin-width 96 --sink 32 --recent 64 --needles 2 \
+        --steps 1,1 --rounds 1 --rho 0.25 -o "$t/blind.dkv"
+    equal "train: which has bins as told" "$(about "$t/blind.dkv" cells bins bin_width sink recent)" "4 4 96 32 64"
+    holds "train: the reference recipe" train --recipe reference --rho 0.25 -o "$t/ref.dkv"
+    equal "train: which is logical" "$(about "$t/ref.dkv" budget ones rho tool)" \
+        "logical 8 0.25 $("$DKV" --version) train --recipe reference"
+    holds "train: query heads, cells" train --gates query --rho 0.25 -o "$t/query.dkv"
+    equal "train: whole groups" "$(about "$t/query.dkv" budget cells ones)" "physical 4 8"
+    holds "train: heads only" train --head-only --rho 0.25 -o "$t/head.dkv"
+    "$DKV" pattern --kind head-only --match "$t/head.dkv" -o "$t/x.dkv" > /dev/null
+    bits() { tail -c +257 "$1" | head -c -4 | od -An -tx1; }
+    equal "train: heads only are whole heads" "$(bits "$t/head.dkv")" "$(bits "$t/x.dkv")"
+    refused "train: another model's scores" 1 "is of a model with 2 layers of 4 and 2 heads" \
+        "$DKV" train -m "$t/qwen2.gguf" -s "$t/s.dks" --needles 2 --rho 0.2 -o "$t/x"
+    train --rho 0.25 --dry-run 2> "$t/err"
+    holds "train: --dry-run" grep -q '^train: 16 prefills of 480 tokens.*112 questions' "$t/err"
+
+    # ---- score
+    score() { "$DKV" score -m "$M" --needles 2 -n 20 "$@"; }
+    "$DKV" pattern --kind full --like "$t/p.dkv" -o "$t/full.dkv"
+    head -c 1500 README.md > "$t/text"
+    holds "score" score -p "$t/p.dkv,$t/full.dkv" --controls --scores "$t/s.dks" --text "$t/text"
+    cp "$t/out" "$t/table"
+    equal "score: a row each, all, num, word and perplexity" "$(grep -c '^p.dkv ' "$t/table")" 39
+    equal "score: controls beside their patterns" "$(sed -n 's/^\(.*\) random .* \(.*dkv\)$/\1 \2/p' "$t/table" | xargs)" "p.dkv p.dkv full.dkv full.dkv"
+    holds "score: everything kept is dense" sh -c \
+        "grep '^full.dkv  ' '$t/table' | head -3 | grep -c '+0.000 ( *+0.000.. *+0.000)  *0.000' | grep -qx 3"
+    score -p "$t/p.dkv" --json > "$t/j"
+    equal "score: methods" "$(sed -n 's/.*"name":[[:space:]]*"\(.*\)",/\1/p' "$t/j" | xargs)" "dense p.dkv"
+    equal "score: questions" "$(key "$t/j" questions | xargs)" "32 32 16 16 8 8 16 32 16 16 8 8 16"
+    equal "score: lengths of the pattern" "$(key "$t/j" context_tokens)" 480
+    score -p "$t/p.dkv" --json > "$t/j2"
+    holds "score: the same again" cmp "$t/j" "$t/j2"
+    score -p "$t/p.dkv" --split report --json > "$t/j2"
+    holds "score: another split, other questions" [ "$(key "$t/j" data_hash)" != "$(key "$t/j2" data_hash)" ]
+    refused "score: another model's pattern" 1 "kv20.dkv is for 30 layers" \
+        "$DKV" score -m "$M" --ctx 480 -p examples/patterns/smollm2-135m-kv20.dkv --bin-width 96 --sink 32 --recent 64
+    refused "score: beyond the pattern" 1 "p.dkv reaches 480 tokens, not 576" score -p "$t/p.dkv" --ctx 576
+    echo "Too short." > "$t/short"
+    refused "score: a short text" 1 "--text needs more than 480" score -p "$t/p.dkv" --text "$t/short"
+else
+    skip "probe, train, score" "no python3"
+fi
+
+echo "1..$((passed + failed + skipped))"
+echo "$passed passed, $failed failed, $skipped skipped"
+[ $failed -eq 0 ]
