@@ -1202,14 +1202,15 @@ DKV__AVX2_INLINE void dkv__scores_body_avx2(float *s, const float *q, int64_t ld
                                             int64_t d, const int R, const int NB) {
     const int64_t block = dkv__k_block_bytes(type, d);
     const int     step = dkv__k_step(type);
+    const char   *ahead = k + DKV__AHEAD;
     __m256        sum[6][2][2];
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int b = 0; b < NB; b++) sum[r][b][0] = sum[r][b][1] = _mm256_setzero_ps();
     }
-    for (int64_t j = 0; j < d; j += step, k += 64) {
+    for (int64_t j = 0; j < d; j += step, k += 64, ahead += 64 * NB) {
         DKV__UNROLL for (int b = 0; b < NB; b++) {
             const char *p = k + b * block;
-            _mm_prefetch(p + DKV__AHEAD, _MM_HINT_T1);
+            _mm_prefetch(ahead + b * 64, _MM_HINT_T1);
             DKV__UNROLL for (int i = 0; i < step; i++) {
                 __m256 lo = dkv__k8_avx2(p, type, 0, i), hi = dkv__k8_avx2(p, type, 8, i);
                 DKV__UNROLL for (int r = 0; r < R; r++) {
@@ -1327,8 +1328,9 @@ DKV__PRIVATE DKV__AVX2 void dkv__softmax_avx2(float *s, float *max, float *sum, 
 
 /* R rows x NC strips of 16 columns of o, kept in 2 * R * NC registers */
 DKV__AVX2_INLINE void dkv__mix_body_avx2(float *o, int64_t ldo, const float *p, const float *alpha, const char *v,
-                                         dkv_type type, int64_t dv, int64_t n, const int R, const int NC) {
-    const int64_t e = dkv_type_bytes(type);
+                                         const char *ahead, dkv_type type, int64_t dv, int64_t n, const int R,
+                                         const int NC) {
+    const int64_t line = dkv_type_bytes(type) * 16;
     __m256        sum[6][2][2];
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int c = 0; c < NC; c++) {
@@ -1340,7 +1342,7 @@ DKV__AVX2_INLINE void dkv__mix_body_avx2(float *o, int64_t ldo, const float *p, 
     for (int64_t t = 0; t < n; t++) {
         DKV__UNROLL for (int c = 0; c < NC; c++) {
             __m256 lo = dkv__v8_avx2(v, type, dv, t, c * 16), hi = dkv__v8_avx2(v, type, dv, t, c * 16 + 8);
-            if (c * 16 * e % 64 == 0) _mm_prefetch(v + (t * dv + c * 16) * e + DKV__AHEAD, _MM_HINT_T1);
+            if (c * line % 64 == 0) _mm_prefetch(ahead + (t * NC + c) * line, _MM_HINT_T1);
             DKV__UNROLL for (int r = 0; r < R; r++) {
                 __m256 w = _mm256_broadcast_ss(p + r * DKV__TILE + t);
                 sum[r][c][0] = _mm256_fmadd_ps(w, lo, sum[r][c][0]);
@@ -1359,12 +1361,13 @@ DKV__AVX2_INLINE void dkv__mix_body_avx2(float *o, int64_t ldo, const float *p, 
 DKV__AVX2_INLINE void dkv__mix_columns_avx2(float *o, int64_t ldo, const float *p, const float *alpha, const char *v,
                                             dkv_type type, int64_t dv, int64_t n, const int R) {
     const int     NC = R <= 3 ? 2 : 1;
-    const int64_t column = type == DKV_BF16 ? 4 : dkv_type_bytes(type);
+    const int64_t e = dkv_type_bytes(type), column = type == DKV_BF16 ? 4 : e;
+    const char   *ahead = v + DKV__AHEAD;
     int64_t       j = 0;
-    for (; j + NC * 16 <= dv; j += NC * 16) {
-        dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, NC);
+    for (; j + NC * 16 <= dv; j += NC * 16, ahead += NC * 16 * n * e) {
+        dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, NC);
     }
-    if (j < dv) dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, 1);
+    if (j < dv) dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, 1);
 }
 
 DKV__AVX2_INLINE void dkv__mix_rows_avx2(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
@@ -1446,15 +1449,16 @@ DKV__AVX512_INLINE void dkv__scores_body_avx512(float *s, const float *q, int64_
     const int64_t block = dkv__k_block_bytes(type, d);
     const int     step = dkv__k_step(type);
     __m512        sum[4][4];
+    const char   *ahead = k + DKV__AHEAD;
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int b = 0; b < NB; b++) sum[r][b] = _mm512_setzero_ps();
     }
-    for (int64_t j = 0; j < d; j += step, k += 64) {
+    for (int64_t j = 0; j < d; j += step, k += 64, ahead += 64 * NB) {
         DKV__UNROLL for (int i = 0; i < step; i++) {
             __m512 kb[4];
             DKV__UNROLL for (int b = 0; b < NB; b++) {
                 kb[b] = dkv__k16_avx512(k + b * block, type, i);
-                if (i == 0) _mm_prefetch(k + b * block + DKV__AHEAD, _MM_HINT_T1);
+                if (i == 0) _mm_prefetch(ahead + b * 64, _MM_HINT_T1);
             }
             DKV__UNROLL for (int r = 0; r < R; r++) {
                 __m512 x = _mm512_set1_ps(q[r * ldq + j + i]);
@@ -1549,9 +1553,10 @@ DKV__PRIVATE DKV__AVX512 void dkv__softmax_avx512(float *s, float *max, float *s
 
 /* R rows x NC strips of 16 columns of o, kept in R * NC <= 16 registers */
 DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float *p, const float *alpha, const char *v,
-                                             dkv_type type, int64_t dv, int64_t n, const int R, const int NC) {
+                                             const char *ahead, dkv_type type, int64_t dv, int64_t n, const int R,
+                                             const int NC) {
     const int64_t e = dkv_type_bytes(type);
-    const int     step = type == DKV_BF16 ? 2 : 1;
+    const int     step = type == DKV_BF16 ? 2 : 1, line = (int)e * 16 * step;
     __m512        sum[4][4];
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int c = 0; c < NC; c++) {
@@ -1564,9 +1569,7 @@ DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float 
             __m512 vc[4];
             DKV__UNROLL for (int c = 0; c < NC; c++) {
                 vc[c] = dkv__v16_avx512(v, type, dv, t, i, c * 16);
-                if (i == 0 && c * 16 * e * step % 64 == 0) {
-                    _mm_prefetch(v + (t * dv + c * 16 * step) * e + DKV__AHEAD, _MM_HINT_T1);
-                }
+                if (i == 0 && c * line % 64 == 0) _mm_prefetch(ahead + t / step * NC * line + c * line, _MM_HINT_T1);
             }
             DKV__UNROLL for (int r = 0; r < R; r++) {
                 __m512 w = _mm512_set1_ps(p[r * DKV__TILE + t + i]);
@@ -1581,12 +1584,15 @@ DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float 
 
 DKV__AVX512_INLINE void dkv__mix_columns_avx512(float *o, int64_t ldo, const float *p, const float *alpha,
                                                 const char *v, dkv_type type, int64_t dv, int64_t n, const int R) {
-    const int64_t column = type == DKV_BF16 ? 4 : dkv_type_bytes(type);
+    const int64_t e = dkv_type_bytes(type), column = type == DKV_BF16 ? 4 : e;
+    const char   *ahead = v + DKV__AHEAD;
     int64_t       j = 0;
-    for (; j + 64 <= dv; j += 64) {
-        dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, 4);
+    for (; j + 64 <= dv; j += 64, ahead += 64 * n * e) {
+        dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, 4);
     }
-    for (; j < dv; j += 16) dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, 1);
+    for (; j < dv; j += 16, ahead += 16 * n * e) {
+        dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, 1);
+    }
 }
 
 DKV__AVX512_INLINE void dkv__mix_rows_avx512(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
