@@ -1448,7 +1448,7 @@ DKV__AVX512_INLINE void dkv__scores_body_avx512(float *s, const float *q, int64_
                                                 int64_t d, const int R, const int NB) {
     const int64_t block = dkv__k_block_bytes(type, d);
     const int     step = dkv__k_step(type);
-    __m512        sum[4][4];
+    __m512        sum[8][4];
     const char   *ahead = k + DKV__AHEAD;
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int b = 0; b < NB; b++) sum[r][b] = _mm512_setzero_ps();
@@ -1474,9 +1474,10 @@ DKV__AVX512_INLINE void dkv__scores_body_avx512(float *s, const float *q, int64_
 DKV__AVX512_INLINE void dkv__scores_blocks_avx512(float *s, const float *q, int64_t ldq, const char *k, dkv_type type,
                                                   int64_t d, int64_t n, const int R) {
     const int64_t block = dkv__k_block_bytes(type, d);
+    const int     NB = R <= 4 ? 4 : 2;
     int64_t       t = 0;
-    for (; t + 3 * DKV__BLOCK < n; t += 4 * DKV__BLOCK) {
-        dkv__scores_body_avx512(s + t, q, ldq, k + t / DKV__BLOCK * block, type, d, R, 4);
+    for (; t + (NB - 1) * DKV__BLOCK < n; t += NB * DKV__BLOCK) {
+        dkv__scores_body_avx512(s + t, q, ldq, k + t / DKV__BLOCK * block, type, d, R, NB);
     }
     for (; t < n; t += DKV__BLOCK) {
         dkv__scores_body_avx512(s + t, q, ldq, k + t / DKV__BLOCK * block, type, d, R, 1);
@@ -1486,12 +1487,16 @@ DKV__AVX512_INLINE void dkv__scores_blocks_avx512(float *s, const float *q, int6
 DKV__AVX512_INLINE void dkv__scores_rows_avx512(float *s, const float *q, int64_t ldq, int64_t m, const char *k,
                                                 dkv_type type, int64_t d, int64_t n) {
     for (int64_t r = 0, R; r < m; r += R, s += R * DKV__TILE, q += R * ldq) {
-        R = dkv__group_rows(m - r, 4);
+        R = dkv__group_rows(m - r, 8);
         switch (R) {
         case 1: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 1); break;
         case 2: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 2); break;
         case 3: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 3); break;
-        default: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 4); break;
+        case 4: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 4); break;
+        case 5: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 5); break;
+        case 6: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 6); break;
+        case 7: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 7); break;
+        default: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 8); break;
         }
     }
 }
@@ -1557,7 +1562,7 @@ DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float 
                                              const int NC) {
     const int64_t e = dkv_type_bytes(type);
     const int     step = type == DKV_BF16 ? 2 : 1, line = (int)e * 16 * step;
-    __m512        sum[4][4];
+    __m512        sum[8][4];
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int c = 0; c < NC; c++) {
             sum[r][c] = _mm512_mul_ps(_mm512_set1_ps(alpha[r]), _mm512_loadu_ps(o + r * ldo + c * 16));
@@ -1585,10 +1590,11 @@ DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float 
 DKV__AVX512_INLINE void dkv__mix_columns_avx512(float *o, int64_t ldo, const float *p, const float *alpha,
                                                 const char *v, dkv_type type, int64_t dv, int64_t n, const int R) {
     const int64_t e = dkv_type_bytes(type), column = type == DKV_BF16 ? 4 : e;
+    const int     NC = R <= 4 ? 4 : 2;
     const char   *ahead = v + DKV__AHEAD;
     int64_t       j = 0;
-    for (; j + 64 <= dv; j += 64, ahead += 64 * n * e) {
-        dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, 4);
+    for (; j + NC * 16 <= dv; j += NC * 16, ahead += NC * 16 * n * e) {
+        dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, NC);
     }
     for (; j < dv; j += 16, ahead += 16 * n * e) {
         dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, 1);
@@ -1598,12 +1604,16 @@ DKV__AVX512_INLINE void dkv__mix_columns_avx512(float *o, int64_t ldo, const flo
 DKV__AVX512_INLINE void dkv__mix_rows_avx512(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
                                              const char *v, dkv_type type, int64_t dv, int64_t n) {
     for (int64_t r = 0, R; r < m; r += R, o += R * ldo, p += R * DKV__TILE, alpha += R) {
-        R = dkv__group_rows(m - r, 4);
+        R = dkv__group_rows(m - r, 8);
         switch (R) {
         case 1: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 1); break;
         case 2: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 2); break;
         case 3: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 3); break;
-        default: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 4); break;
+        case 4: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 4); break;
+        case 5: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 5); break;
+        case 6: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 6); break;
+        case 7: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 7); break;
+        default: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 8); break;
         }
     }
 }
