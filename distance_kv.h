@@ -1168,6 +1168,7 @@ DKV__PRIVATE DKV__AVX2 void dkv__load_avx2(float *dst, const void *src, dkv_type
     const char *p = (const char *)src;
     int64_t     i = 0, e = dkv_type_bytes(type);
     for (; !dkv__scaled(type) && i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, dkv__load8_avx2(p + i * e, type));
+    _mm256_zeroupper(); /* gcc leaves it out before a tail call, and SSE code after that crawls */
     dkv__load_scalar(dst + i, p + i * e, type, n - i);
 }
 
@@ -1194,6 +1195,7 @@ DKV__PRIVATE DKV__AVX2 void dkv__store_avx2(void *dst, dkv_type type, const floa
         __m128i h = type == DKV_F16 ? _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT) : dkv__bf16x8_avx2(x);
         _mm_storeu_si128((__m128i *)(p + i * e), h);
     }
+    _mm256_zeroupper();
     dkv__store_scalar(p + i * e, type, src + i, n - i);
 }
 
