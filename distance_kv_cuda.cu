@@ -311,7 +311,8 @@ struct Post { /* collects, then delivers; destinations are consecutive */
         }
     }
     void align(int64_t to) { /* zeros up to byte to of all */
-        for (const uint64_t zero[16] = {}; done + used < to;) put(zero, (size_t)least(to - done - used, (int64_t)sizeof zero));
+        const uint64_t zero[16] = {};
+        while (done + used < to) put(zero, (size_t)least(to - done - used, (int64_t)sizeof zero));
     }
 };
 
@@ -1704,7 +1705,7 @@ DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<STAGES> &k, 
     }
 }
 
-/* What follows the last key of a tile may be anything: zeros, since 0 * NaN is NaN. By THREADS, who wait for another. */
+/* What follows the last key of a tile may be anything: zeros, since 0 * NaN is NaN. By THREADS, who then meet. */
 template <int D, int ROWS, int THREADS> DKV__DEVICE void clear_rows(char *tile, int from, int tid, int barrier) {
     for (int i = tid; i < (ROWS - from) * (D / 8); i += THREADS) {
         *(uint4 *)(tile + tile_offset<128, ROWS>(from + i / (D / 8), i % (D / 8))) = uint4{0, 0, 0, 0};
@@ -1725,14 +1726,25 @@ template <int D> struct WgmmaPlaces {
     }
 };
 
-/* O = softmax(S) V of a warpgroup's 64 rows of Q, over tiles begin .. end - 1, the next of the rings: S of tile i and P V of tile i - 1
-   are in flight together, and the softmax of one warpgroup runs under the products of the other, in turns.
-   look(i): tile i has come; soften(i): s becomes weights, sum and alpha follow; between(v), last(v): before a V is used,
-   and before the last one is. */
+/* A warpgroup's rows r and r + 8 of a thread, as wgmma leaves them, to a slot: [M][D]. */
+template <int D> DKV__DEVICE void store_part(float *slot, int r, const float (&o)[D / 8][4]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{o[n][0], o[n][1]};
+        *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{o[n][2], o[n][3]};
+    }
+}
+
+/* O = softmax(S) V of a warpgroup's 64 rows of Q, over tiles begin .. end - 1, the next of the rings: S of tile i and
+   P V of tile i - 1 are in flight together, and the softmax of one warpgroup runs under the products of the other, in
+   turns. look(i): tile i has come; soften(i): s becomes weights, sum and alpha follow; between(v), last(v): before a V
+   is used, and before the last one is. tid and own, thread and warpgroup among those that compute, come as arguments:
+   found here again they cost registers that are not there. */
 template <class T, int D, class Look, class Soften, class Between, class Last>
 DKV__DEVICE void attend_keys(float (&o)[D / 8][4], float (&s)[16][4], float (&sum)[2], float (&alpha)[2], uint32_t q_at,
-                             Ring<WgmmaShape<D>::STAGES> &k, Ring<WgmmaShape<D>::STAGES> &v, int begin, int end, const int tid, const int own,
-                             Look look, Soften soften, Between between, Last last) {
+                             Ring<WgmmaShape<D>::STAGES> &k, Ring<WgmmaShape<D>::STAGES> &v, int begin, int end,
+                             int tid, int own, Look look, Soften soften, Between between, Last last) {
     typedef WgmmaShape<D> S;
     const WgmmaPlaces<D>  x;
     uint32_t              weight[8][4];
@@ -1781,7 +1793,8 @@ DKV__DEVICE void attend_keys(float (&o)[D / 8][4], float (&s)[16][4], float (&su
             if (tid % 128 == 0) bar_arrive(x.k_empty + k.stage);
             k.next();
             soften(i);
-            if (sum[0] + sum[1] < 0.0f) __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
+            if (sum[0] + sum[1] < 0.0f)
+                __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
             wgmma_wait<0>();
             settle(o);
             if (tid % 128 == 0) bar_arrive(x.v_empty + v.stage);
@@ -1809,11 +1822,12 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef WgmmaShape<D> S;
     constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES, CONSUMING = 128 * GROUPS;
-    extern __shared__ __align__(1024) char shared[];
-    char     *ks = shared, *vs = ks + STAGES * S::STAGE, *qs = vs + STAGES * S::STAGE;
-    uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + STAGES, *v_full = k_empty + STAGES,
-             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2, *piece_full = q_empty + 2;
-    Piece    *pieces = (Piece *)(k_full + 32); /* a piece comes with its queries; none: the end */
+    const WgmmaPlaces<D>  x;
+    char *const           ks = x.ks, *const vs = x.vs, *const qs = x.qs;
+    uint64_t *const       k_full = x.k_full, *const k_empty = x.k_empty, *const v_full = x.v_full;
+    uint64_t *const       v_empty = x.v_empty, *const q_full = x.more, *const q_empty = q_full + 2;
+    uint64_t *const       piece_full = q_empty + 2;
+    Piece *const          pieces = (Piece *)(k_full + 32); /* a piece comes with its queries; none: the end */
     const int group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
@@ -1903,11 +1917,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             }
             if (!p.whole) {
                 float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
-#pragma unroll
-                for (int n = 0; n < D / 8; n++) {
-                    *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{o[n][0], o[n][1]};
-                    *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{o[n][2], o[n][3]};
-                }
+                store_part<D>(slot, r, o);
                 for (int i = 0; i < 2 && t == 0; i++) {
                     slot[M * D + r + 8 * i] = top[i], slot[M * (D + 1) + r + 8 * i] = sum[i];
                 }
@@ -2298,7 +2308,8 @@ template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_
 template <class T, int D> dkv_result launch_wgmma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
     typedef WgmmaShape<D> S;
     dkv_result            r = launch(attend_wgmma<T, D>, dim3(k.ctas), S::THREADS, S::SHARED, k.overlap, stream, w);
-    if (!r && w.split) r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k.overlap, stream, w, k.ctas);
+    if (!r && w.split)
+        r = launch(combine<S::M, D>, dim3(S::M / 8, w.n_items, w.blocks), 256, 0, k.overlap, stream, w, k.ctas);
     return r;
 }
 
@@ -3696,13 +3707,13 @@ namespace {
 
 constexpr int   CHUNK = 64;                   /* rows that a CTA gathers, and that a box of TMA has here */
 constexpr int   KEYS = 16;                    /* of a suffix whose gradients a CTA makes */
-constexpr float CLOSED = -87.3365447505531f; /* ln 2^-126, as dkv__gate_open_ln: below it a bin takes no part */
+constexpr float CLOSED = -87.3366f;           /* ln u from here on takes part: 2^-126, as DKV__GATE_OPEN_LN */
 
-struct Tile { int32_t row, len, bin; };                /* keys row .. row + len - 1 of the context; bin -1: no gate */
-struct Open { int32_t row, len, tile; float bias; };   /* one that takes part: bias = log2 u */
-struct OwnTile { int32_t row, first, last, edge; };       /* gathered keys row ..; query i in first .. last - 1 sees i - edge */
-struct Question { int32_t suffix, i; };                /* a query of a context: which one of which suffix */
-struct Part { int32_t of, g, row; };                   /* rows: context or suffix, KV head, the first of them */
+struct Tile { int32_t row, len, bin; };              /* keys row .. row + len - 1 of the context; bin -1: no gate */
+struct Open { int32_t row, len, tile; float bias; }; /* one that takes part: bias = log2 u */
+struct OwnTile { int32_t row, first, last, edge; };  /* own keys row ..; query i, first .. last - 1, sees i - edge */
+struct Question { int32_t suffix, i; };              /* a query of a context: which one of which suffix */
+struct Part { int32_t of, g, row; };                 /* rows: context or suffix, KV head, the first of them */
 
 struct alignas(128) GatedContext {
     CUtensorMap          k, v;
@@ -3710,10 +3721,11 @@ struct alignas(128) GatedContext {
     const unsigned char *open;
     float               *d_ln_u;
     int64_t              T_c, W, S, R;
-    int64_t              first_tile, first_open, first_row, first_key, first_own; /* lists; gathered queries, keys; OwnTile */
+    int64_t              first_tile, first_open, first_own;  /* of its tables */
+    int64_t              first_row, first_key;               /* of what is gathered */
     int32_t              D, H, Hkv, G, d_k, d_v, queries, first_question, blocks, first_block, tiles;
-    int32_t              own_tiles, own_keys, first_head;   /* of a block, of a KV head; among all contexts */
-    float                scale, times;                      /* of logits, and in powers of 2 */
+    int32_t              own_tiles, own_keys, first_head;    /* of a block, of a KV head; among all contexts */
+    float                scale, times;                       /* of logits, and in powers of 2 */
 };
 
 struct Suffix {
@@ -3722,71 +3734,70 @@ struct Suffix {
 };
 
 struct GatedWork { /* kernel parameter */
-    CUtensorMap     q, d_out, own_k, own_v;
-    const GatedContext  *contexts;
-    const Suffix   *suffixes;
-    const Question *questions;
+    CUtensorMap         q, d_out, own_k, own_v;
+    const GatedContext *contexts;
+    const Suffix       *suffixes;
+    const Question     *questions;
     const OwnTile      *own;       /* [context][block][own_tiles] */
-    const int32_t  *own_count; /* [context][block] of them used */
-    const Tile     *tiles;     /* [context][tiles] */
-    const int2     *heads;     /* [heads] context, KV head */
-    const Part     *q_parts, *own_parts, *key_parts; /* of CHUNK rows, CHUNK rows, KEYS keys */
-    Open           *opens;     /* [side][head][tiles] */
-    int            *before;    /* [side][heads + 1] units */
-    int            *arrived;
-    char           *q_rows, *d_out_rows, *own_k_rows, *own_v_rows;
-    float4         *stats;     /* of gathered rows: relaxed LSE / ln 2, delta, 2^-lift, LSE / ln 2 */
-    float          *slots, *partial;
-    int64_t         opens_of_side;
-    int             n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells;
+    const int32_t      *own_count; /* [context][block] of them used */
+    const Tile         *tiles;     /* [context][tiles] */
+    const int2         *heads;     /* [heads] context, KV head */
+    const Part         *q_parts, *own_parts, *key_parts; /* of CHUNK rows, CHUNK rows, KEYS keys */
+    Open               *opens;     /* [side][head][tiles] */
+    int                *before;    /* [side][heads + 1] units */
+    int                *arrived;   /* lists made, zero between passes */
+    char               *q_rows, *d_out_rows, *own_k_rows, *own_v_rows;
+    float4             *stats;     /* of gathered rows: relaxed LSE / ln 2, delta, 2^-lift, LSE / ln 2 */
+    float              *slots;     /* [2 * CTAs] parts of items */
+    float              *partial;   /* [head][tile][block][warp] sums of dS */
+    int64_t             opens_of_side;
+    int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells;
 };
 
-/* Tile t of the context. */
+/* How many tiles the parts of a context are cut into: sink, the farthest bin, each of the other bins, recent. */
+struct Cutting { int64_t far, bins, farthest; int sink, of_farthest, of_bin, recent; };
+__host__ DKV__DEVICE Cutting cutting(int64_t T_c, int64_t W, int64_t S, int64_t R) {
+    Cutting x = {T_c - R, 0, 0, 0, 0, 0, (int)ceil_div(T_c, TILE)};
+    if (S >= x.far) return x; /* all sink and recent: as if all were recent */
+    x.bins = ceil_div(x.far - S, W);
+    x.farthest = x.far - S - (x.bins - 1) * W;
+    x.sink = (int)ceil_div(S, TILE);
+    x.of_farthest = (int)ceil_div(x.farthest, TILE);
+    x.of_bin = (int)ceil_div(W, TILE);
+    x.recent = (int)ceil_div(R, TILE);
+    return x;
+}
+__host__ DKV__DEVICE int64_t all_tiles(const Cutting &x) {
+    return x.sink + x.of_farthest + (x.bins ? x.bins - 1 : 0) * x.of_bin + x.recent;
+}
+/* Bin b's n tiles from first on; none if the context does not reach it. */
+DKV__DEVICE void tiles_of_bin(const Cutting &x, int b, int *first, int *n) {
+    const bool farthest = b == x.bins - 1;
+    *n = b >= x.bins ? 0 : farthest ? x.of_farthest : x.of_bin;
+    *first = farthest ? x.sink : x.sink + x.of_farthest + (int)(x.bins - 2 - b) * x.of_bin;
+}
+/* Tile t: within its part, tiles end where the part ends, less whole tiles. */
 DKV__DEVICE Tile tile_at(const GatedContext &c, int t) {
-    const int64_t far = c.T_c - c.R;
+    const Cutting x = cutting(c.T_c, c.W, c.S, c.R);
     int64_t       begin = 0, end = c.T_c;
-    int           bin = -1, sink = 0;
-    if (c.S < far) {
-        const int64_t bins = ceil_div(far - c.S, c.W), farthest = far - c.S - (bins - 1) * c.W;
-        const int     of_bin = (int)ceil_div(c.W, TILE), of_farthest = (int)ceil_div(farthest, TILE);
-        sink = (int)ceil_div(c.S, TILE);
-        if (t < sink) {
-            end = c.S;
-        } else if (t < sink + of_farthest) {
-            begin = c.S, end = c.S + farthest, bin = (int)bins - 1, t -= sink;
-        } else if (t < sink + of_farthest + (bins - 1) * of_bin) {
-            t -= sink + of_farthest;
-            bin = (int)bins - 2 - t / of_bin;
-            t %= of_bin;
-            end = far - bin * c.W, begin = end - c.W;
-        } else {
-            t -= (int)(sink + of_farthest + (bins - 1) * of_bin);
-            begin = far;
-        }
+    int           bin = -1, n = x.recent, k = t - (int)(all_tiles(x) - x.recent);
+    if (x.bins && k >= 0) {
+        begin = x.far;
+    } else if (t < x.sink) {
+        end = c.S, n = x.sink, k = t;
+    } else if (x.bins && k < 0) {
+        const int later = t - x.sink - x.of_farthest;
+        bin = (int)x.bins - 1 - (later < 0 ? 0 : 1 + later / x.of_bin);
+        end = x.far - bin * c.W, begin = most(end - c.W, c.S);
+        n = later < 0 ? x.of_farthest : x.of_bin, k = later < 0 ? t - x.sink : later % x.of_bin;
     }
-    const int64_t last = end - (ceil_div(end - begin, TILE) - 1 - t) * TILE, row = most(begin, last - TILE);
+    const int64_t last = end - (int64_t)(n - 1 - k) * TILE, row = most(begin, last - TILE);
     return Tile{(int32_t)row, (int32_t)(last - row), bin};
 }
 __global__ void make_tiles(const GatedContext *contexts, Tile *tiles) {
     const GatedContext &c = contexts[blockIdx.y];
     const int           t = blockIdx.x * 256 + threadIdx.x;
     if (t < c.tiles) tiles[c.first_tile + t] = tile_at(c, t);
-}
-/* Its inverse: bin b's n tiles from first on; none if the context does not reach it. */
-DKV__DEVICE void tiles_of_bin(const GatedContext &c, int b, int *first, int *n) {
-    const int64_t far = c.T_c - c.R, bins = c.S < far ? ceil_div(far - c.S, c.W) : 0;
-    *first = *n = 0;
-    if (b >= bins) return;
-    const int of_bin = (int)ceil_div(c.W, TILE), sink = (int)ceil_div(c.S, TILE);
-    const int of_farthest = (int)ceil_div(far - c.S - (bins - 1) * c.W, TILE);
-    *first = b == bins - 1 ? sink : sink + of_farthest + (int)(bins - 2 - b) * of_bin;
-    *n = b == bins - 1 ? of_farthest : of_bin;
-}
-int64_t tiles_of(const dkv_gated &c) {
-    const int64_t far = c.T_c - c.R;
-    if (c.S >= far) return ceil_div(c.T_c, TILE);
-    const int64_t bins = ceil_div(far - c.S, c.W), farthest = far - c.S - (bins - 1) * c.W;
-    return ceil_div(c.S, TILE) + ceil_div(farthest, TILE) + (bins - 1) * ceil_div(c.W, TILE) + ceil_div(c.R, TILE);
 }
 
 /* The list of side's softmax for one KV head; by 256 threads. Returns how many are open. */
@@ -3814,7 +3825,7 @@ DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *ti
             if (x[k].bin < 0) continue;
             if (side == 0) {
                 bias[k] = ln_u[x[k].bin] * LOG2E;
-                is_open[k] = bias[k] >= CLOSED * LOG2E;
+                is_open[k] = ln_u[x[k].bin] >= CLOSED;
             } else {
                 is_open[k] = open[x[k].bin] != 0;
             }
@@ -3840,7 +3851,8 @@ DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *ti
 struct GatedRow { int64_t at; int qi, h; bool real; const Suffix *s; int64_t i; };
 template <int M> DKV__DEVICE GatedRow gated_row(const GatedWork &w, const GatedContext &c, int g, int row) {
     const int qi = row / c.G;
-    GatedRow  y = {c.first_row + (int64_t)g * c.blocks * M + row, qi, g * c.G + row - qi * c.G, qi < c.queries, NULL, 0};
+    GatedRow  y = {c.first_row + (int64_t)g * c.blocks * M + row, qi, g * c.G + row - qi * c.G, qi < c.queries, NULL,
+                   0};
     if (!y.real) return y;
     const Question q = w.questions[c.first_question + qi];
     y.s = w.suffixes + q.suffix;
@@ -4123,16 +4135,88 @@ DKV__DEVICE void load_boxes(char *to, const CUtensorMap *map, int row, int head,
 }
 #endif
 
+#if __CUDA_ARCH_FEAT_SM90_ALL
+/* Where a piece's rows of Q are among the gathered ones; blocks that its context does not have read the last one. */
+template <int M> DKV__DEVICE int64_t first_row(const GatedPiece &p) {
+    return p.c->first_row + ((int64_t)p.g * p.c->blocks + least(p.m, p.c->blocks - 1)) * M;
+}
+DKV__DEVICE void acquire_maps(const GatedPiece &p, const GatedContext *&known) {
+    if (p.c != known && (threadIdx.x & 31) == 0) tma_acquire(&p.c->k), tma_acquire(&p.c->v);
+    known = p.c;
+}
+
+/* Walks, and keeps the rings full: pieces with their Q, K of a tile before V of the tile before. By one warp. */
+template <int D>
+DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight *sights, GatedPiece *pieces) {
+    typedef WgmmaShape<D> S;
+    constexpr int         M = S::M;
+    uint64_t *const       q_full = x.more, *const q_empty = q_full + 2;
+    const uint64_t        policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
+    const bool            leads = (threadIdx.x & 31) == 0;
+    Ring<S::STAGES>       k, v;
+    Ring<2>               q;
+    GatedPiece            p;
+    GatedWalk             walk = gated_walk(w, w.sides);
+    const GatedContext   *known = NULL;
+    for (;; q.next()) {
+        gated_next(walk, p, w);
+        bar_wait(q_empty + q.stage, q.phase ^ 1);
+        if (leads) {
+            pieces[q.stage] = p;
+            if (!p.c) bar_arrive(q_full + q.stage);
+            else bar_expect(q_full + q.stage, S::Q);
+        }
+        if (!p.c) return;
+        acquire_maps(p, known);
+        const int key0 = (int)p.c->first_key + p.g * p.c->own_keys;
+        if (leads)
+            load_boxes<D, M, M>(x.qs + q.stage * S::Q, &w.q, (int)first_row<M>(p), 0, q_full + q.stage,
+                                policy_evict_normal());
+        TileReader reader;
+        for (int i = p.tile; i < p.end; i++) {
+            if ((i - p.tile) % 32 == 0) reader.read(p, i);
+            const int4 e = reader.get((i - p.tile) % 32);
+            if (!leads) continue;
+            const bool own = i >= p.opens;
+            const int  row = own ? key0 + e.x : e.x, head = own ? 0 : p.g;
+            bar_wait(x.k_empty + k.stage, k.phase ^ 1);
+            sights[k.stage] = sight_of(p, i, e);
+            bar_expect(x.k_full + k.stage, S::STAGE);
+            load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, row, head,
+                                      x.k_full + k.stage, policy);
+            k.next();
+            bar_wait(x.v_empty + v.stage, v.phase ^ 1);
+            bar_expect(x.v_full + v.stage, S::STAGE);
+            load_boxes<D, TILE, TILE>(x.vs + v.stage * S::STAGE, own ? &w.own_v : &p.c->v, row, head,
+                                      x.v_full + v.stage, policy);
+            v.next();
+        }
+        __syncwarp();
+    }
+}
+
+/* Row r + 8 i of them, times weight, to where it belongs. */
+template <int D>
+DKV__DEVICE void store_row(const dkv_tensor &to, bool vector, int d, const Row &row, const float (&o)[D / 8][4], int i,
+                           float weight) {
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        const float x[2] = {o[n][2 * i] * weight, o[n][2 * i + 1] * weight};
+        store_out<2>(to, vector, d, row, 8 * n + 2 * (threadIdx.x & 3), x);
+    }
+}
+#endif
+
 template <class T, int D>
 __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const __grid_constant__ GatedWork w) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    typedef WgmmaShape<D>      S;
-    const WgmmaPlaces<D>       x;
-    constexpr int              M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES;
-    uint64_t *const            q_full = x.more, *const q_empty = q_full + 2;
-    Sight *const               sights = (Sight *)(x.k_full + 32);
-    GatedPiece *const          pieces = (GatedPiece *)(sights + STAGES);
-    const int                  group = threadIdx.x / 128, lane = threadIdx.x & 31;
+    typedef WgmmaShape<D> S;
+    const WgmmaPlaces<D>  x;
+    constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES;
+    uint64_t *const       q_full = x.more, *const q_empty = q_full + 2;
+    Sight *const          sights = (Sight *)(x.k_full + 32);
+    GatedPiece *const     pieces = (GatedPiece *)(sights + STAGES);
+    const int             group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             bar_init(x.k_full + i, 1), bar_init(x.v_full + i, 1);
@@ -4143,112 +4227,60 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
     }
     __syncthreads();
     let_next_start();
-
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 88));
-        if (threadIdx.x >= 32) return;
-        const uint64_t policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
-        Ring<STAGES>   k, v;
-        Ring<2>        q;
-        GatedPiece     p;
-        GatedWalk      walk = gated_walk(w, w.sides);
-        const GatedContext *known = NULL;
-        for (;; q.next()) {
-            gated_next(walk, p, w);
-            bar_wait(q_empty + q.stage, q.phase ^ 1);
-            if (lane == 0) {
-                pieces[q.stage] = p;
-                if (!p.c) bar_arrive(q_full + q.stage);
-                else bar_expect(q_full + q.stage, S::Q);
-            }
-            if (!p.c) return;
-            if (p.c != known && lane == 0) tma_acquire(&p.c->k), tma_acquire(&p.c->v);
-            known = p.c;
-            const int q_row = (int)(p.c->first_row + ((int64_t)p.g * p.c->blocks + least(p.m, p.c->blocks - 1)) * M);
-            const int key0 = (int)p.c->first_key + p.g * p.c->own_keys;
-            if (lane == 0) load_boxes<D, M, M>(x.qs + q.stage * S::Q, &w.q, q_row, 0, q_full + q.stage, policy_evict_normal());
-            TileReader reader;
-            for (int i = p.tile; i < p.end; i++) {
-                if ((i - p.tile) % 32 == 0) reader.read(p, i);
-                const int4 e = reader.get((i - p.tile) % 32);
-                if (lane) continue;
-                const bool own = i >= p.opens;
-                bar_wait(x.k_empty + k.stage, k.phase ^ 1);
-                sights[k.stage] = sight_of(p, i, e);
-                bar_expect(x.k_full + k.stage, S::STAGE);
-                load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, own ? key0 + e.x : e.x,
-                                          own ? 0 : p.g, x.k_full + k.stage, policy);
-                k.next();
-                bar_wait(x.v_empty + v.stage, v.phase ^ 1);
-                bar_expect(x.v_full + v.stage, S::STAGE);
-                load_boxes<D, TILE, TILE>(x.vs + v.stage * S::STAGE, own ? &w.own_v : &p.c->v, own ? key0 + e.x : e.x,
-                                          own ? 0 : p.g, x.v_full + v.stage, policy);
-                v.next();
-            }
-            __syncwarp();
-        }
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 208));
-        const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
-        const int t = lane & 3;
-        Ring<STAGES> k, v;
-        Ring<2>      q;
-        if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
-        for (;;) {
-            const GatedPiece &p = pieces[q.stage];
-            bar_wait(q_full + q.stage, q.phase);
-            if (!p.c) break;
-            float          s[16][4], o[D / 8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, alpha[2];
-            const GatedContext &c = *p.c;
-            const float    factor[2] = {c.times, c.times};
-            const int      qi[2] = {(p.m * M + r) / c.G, (p.m * M + r + 8) / c.G};
-            const uint32_t q_at = shared_address(x.qs + q.stage * S::Q) + own * 64 * 128;
-            int            seen[2], len = 0, len_before;
-            float          bias;
-            auto look = [&](int) {
-                const Sight &y = sights[k.stage];
-                len_before = len, len = y.len;
-                seen[0] = sees(y, qi[0]), seen[1] = sees(y, qi[1]), bias = y.bias;
-            };
-            auto soften = [&](int) { softmax_tile<16>(s, top, sum, alpha, factor, 0.0f, seen, 0, bias); };
-            auto clean = [&](char *tile, int n) { /* what follows a short tile may be closed, and NaN */
-                if (n == TILE) return;
-                bar_wait(x.v_full + v.stage, v.phase);
-                clear_rows<D, TILE, 128>(tile, n, tid % 128, 4 + own);
-            };
-            auto between = [&](char *tile) { clean(tile, len_before); };
-            auto last = [&](char *tile) { clean(tile, len); };
-            attend_keys<T, D>(o, s, sum, alpha, q_at, k, v, p.tile, p.end, tid, own, look, soften, between, last);
+        if (threadIdx.x < 32) load_forward<D>(w, x, sights, pieces);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 208));
+    const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
+    Ring<STAGES> k, v;
+    Ring<2>      q;
+    if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
+    for (;; q.next()) {
+        const GatedPiece &p = pieces[q.stage];
+        bar_wait(q_full + q.stage, q.phase);
+        if (!p.c) break;
+        float               s[16][4], o[D / 8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, alpha[2];
+        const GatedContext &c = *p.c;
+        const float         factor[2] = {c.times, c.times};
+        const int           qi[2] = {(p.m * M + r) / c.G, (p.m * M + r + 8) / c.G};
+        const uint32_t      q_at = shared_address(x.qs + q.stage * S::Q) + own * 64 * 128;
+        int                 seen[2], len = 0, len_before;
+        float               bias;
+        auto look = [&](int) {
+            const Sight &y = sights[k.stage];
+            len_before = len, len = y.len;
+            seen[0] = sees(y, qi[0]), seen[1] = sees(y, qi[1]), bias = y.bias;
+        };
+        auto soften = [&](int) { softmax_tile<16>(s, top, sum, alpha, factor, 0.0f, seen, 0, bias); };
+        auto clean = [&](char *tile, int n) { /* what follows a short tile may be closed, and NaN */
+            if (n == TILE) return;
+            bar_wait(x.v_full + v.stage, v.phase);
+            clear_rows<D, TILE, 128>(tile, n, tid % 128, 4 + own);
+        };
+        auto between = [&](char *tile) { clean(tile, len_before); };
+        auto last = [&](char *tile) { clean(tile, len); };
+        attend_keys<T, D>(o, s, sum, alpha, q_at, k, v, p.tile, p.end, tid, own, look, soften, between, last);
 
-            sum[0] = quad_sum(sum[0]), sum[1] = quad_sum(sum[1]);
-            if (!p.whole) {
-                float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
+        sum[0] = quad_sum(sum[0]), sum[1] = quad_sum(sum[1]);
+        if (!p.whole) {
+            float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
+            store_part<D>(slot, r, o);
+            for (int i = 0; i < 2 && lane % 4 == 0; i++)
+                slot[M * D + r + 8 * i] = top[i], slot[M * (D + 1) + r + 8 * i] = sum[i];
+        } else {
 #pragma unroll
-                for (int n = 0; n < D / 8; n++) {
-                    *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{o[n][0], o[n][1]};
-                    *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{o[n][2], o[n][3]};
-                }
-                for (int i = 0; i < 2 && t == 0; i++)
-                    slot[M * D + r + 8 * i] = top[i], slot[M * (D + 1) + r + 8 * i] = sum[i];
-            } else {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
-                    if (!y.real) continue;
-                    const Attention a = target_of(c, *y.s, p.side);
-                    const Row       row = {y.i, y.h, true};
-                    const float     weight = finish_row(a, row, top[i], sum[i]);
-#pragma unroll
-                    for (int n = 0; n < D / 8; n++) {
-                        float z[2] = {o[n][2 * i] * weight, o[n][2 * i + 1] * weight};
-                        store_out<2>(a.out, a.out_vector, a.d_v, row, 8 * n + 2 * t, z);
-                    }
-                }
+            for (int i = 0; i < 2; i++) {
+                const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
+                if (!y.real) continue;
+                const Attention a = target_of(c, *y.s, p.side);
+                const Row       row = {y.i, y.h, true};
+                store_row<D>(a.out, a.out_vector, a.d_v, row, o, i, finish_row(a, row, top[i], sum[i]));
             }
-            named_sync(4 + own, 128);
-            if (tid % 128 == 0) bar_arrive(q_empty + q.stage);
-            q.next();
         }
+        named_sync(4 + own, 128);
+        if (tid % 128 == 0) bar_arrive(q_empty + q.stage);
     }
 #endif
 }
@@ -4297,9 +4329,9 @@ template <int M, int D> __global__ void __launch_bounds__(256) gated_combine(con
 
    math    P = exp(scale q . k + ln u - LSE), dP = dO V^T, dS = P (dP - delta), dQ = scale dS K; d ln u of a cell is the
            sum of dS over its keys, all queries and the heads of the group
-   shapes  64 rows a warpgroup, steps of 64 keys; dS is a register operand, at D 128 Q, too: from shared memory a step of
-           64 keys reads as much of A as of B, which takes all the time that its products do (at D 64 ptxas 13.0 loses
-           a Q that is kept in registers)
+   shapes  64 rows a warpgroup, steps of 64 keys; dS is a register operand, and at D 128 so is Q: from shared memory a
+           step of 64 keys reads as much of A as of B, which takes all the time that its products do (at D 64 ptxas 13.0
+           loses a Q that is kept in registers)
    CTA     as forward; a stage is K and V of 64 keys. dQ of an item cut by shares goes to slots and is summed in order;
            each warp leaves its sum of dS per tile at a place of its own: no atomics, no barrier in the loop
    limits  as forward                                                                                              */
@@ -4307,8 +4339,9 @@ template <int M, int D> __global__ void __launch_bounds__(256) gated_combine(con
 template <int D> struct BackwardShape {
     static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS, THREADS = 128 * (GROUPS + 1), WARPS = 4 * GROUPS;
     static constexpr int STAGE = 2 * CHUNK * D * 2, ROWS = M * D * 2, STAGES = D == 64 ? 8 : 5;
-    static constexpr int LOADER = D == 64 ? 56 : 72, COMPUTER = D == 64 ? 152 : 216; /* registers */
-    static constexpr int SHARED = STAGES * STAGE + 2 * ROWS + 256 + (int)(STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
+    static constexpr int LOADER = D == 64 ? 56 : 72, COMPUTER = D == 64 ? 152 : 216; /* registers of a thread */
+    static constexpr int TOLD = (int)(STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
+    static constexpr int SHARED = STAGES * STAGE + 2 * ROWS + 256 + TOLD;
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -4336,195 +4369,195 @@ DKV__WGMMA_HALF(__nv_bfloat16, "bf16")
 DKV__WGMMA_HALF(__half, "f16")
 #endif
 
+#if __CUDA_ARCH_FEAT_SM90_ALL
+template <int D> struct BackwardPlaces { /* shared memory: a ring of K with V, Q, dO, barriers, what to do */
+    typedef BackwardShape<D> S;
+    char       *ring, *qs, *gs;
+    uint64_t   *full, *empty, *row_full, *row_empty;
+    Sight      *sights;
+    GatedPiece *pieces;
+    DKV__DEVICE BackwardPlaces() {
+        extern __shared__ __align__(1024) char shared[];
+        ring = shared, qs = ring + S::STAGES * S::STAGE, gs = qs + S::ROWS;
+        full = (uint64_t *)(gs + S::ROWS), empty = full + S::STAGES;
+        row_full = empty + S::STAGES, row_empty = row_full + 1;
+        sights = (Sight *)(full + 32), pieces = (GatedPiece *)(sights + S::STAGES);
+    }
+};
+
+/* As load_forward; short tiles may lack their second half. */
+template <int D> DKV__DEVICE void load_backward(const GatedWork &w, const BackwardPlaces<D> &x) {
+    typedef BackwardShape<D> S;
+    constexpr int            M = S::M;
+    const uint64_t           policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
+    const bool               leads = (threadIdx.x & 31) == 0;
+    Ring<S::STAGES>          k;
+    GatedPiece               p;
+    GatedWalk                walk = gated_walk(w, 1);
+    const GatedContext      *known = NULL;
+    for (int turn = 0;; turn ^= 1) {
+        gated_next(walk, p, w);
+        bar_wait(x.row_empty, turn ^ 1); /* Q and dO of the piece before are read no more */
+        if (leads) {
+            x.pieces[turn] = p;
+            if (!p.c) bar_arrive(x.row_full);
+            else bar_expect(x.row_full, 2 * S::ROWS);
+        }
+        if (!p.c) return;
+        acquire_maps(p, known);
+        const int key0 = (int)p.c->first_key + p.g * p.c->own_keys;
+        if (leads) {
+            load_boxes<D, M, M>(x.qs, &w.q, (int)first_row<M>(p), 0, x.row_full, policy_evict_normal());
+            load_boxes<D, M, M>(x.gs, &w.d_out, (int)first_row<M>(p), 0, x.row_full, policy_evict_normal());
+        }
+        TileReader reader;
+        for (int i = p.tile; i < p.end; i++) {
+            if ((i - p.tile) % 32 == 0) reader.read(p, i);
+            const int4  e = reader.get((i - p.tile) % 32);
+            const bool  own = i >= p.opens;
+            const Sight sight = sight_of(p, i, e);
+            for (int at = 0; at < sight.len && leads; at += CHUNK) {
+                char     *to = x.ring + k.stage * S::STAGE;
+                const int row = (own ? key0 : 0) + e.x + at, head = own ? 0 : p.g;
+                bar_wait(x.empty + k.stage, k.phase ^ 1);
+                x.sights[k.stage] = sight;
+                bar_expect(x.full + k.stage, S::STAGE);
+                load_boxes<D, CHUNK, CHUNK>(to, own ? &w.own_k : &p.c->k, row, head, x.full + k.stage, policy);
+                load_boxes<D, CHUNK, CHUNK>(to + S::STAGE / 2, own ? &w.own_v : &p.c->v, row, head, x.full + k.stage,
+                                            policy);
+                k.next();
+            }
+        }
+        __syncwarp();
+    }
+}
+#endif
+
 template <class T, int D>
 __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(const __grid_constant__ GatedWork w) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef BackwardShape<D> S;
     constexpr int            M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES;
-    extern __shared__ __align__(1024) char shared[];
-    char *const       ring = shared, *const qs = ring + STAGES * S::STAGE, *const gs = qs + S::ROWS;
-    uint64_t *const   full = (uint64_t *)(gs + S::ROWS), *const empty = full + STAGES;
-    uint64_t *const   row_full = empty + STAGES, *const row_empty = row_full + 1;
-    Sight *const      sights = (Sight *)(full + 32);
-    GatedPiece *const pieces = (GatedPiece *)(sights + STAGES);
-    const int         group = threadIdx.x / 128, lane = threadIdx.x & 31;
+    const BackwardPlaces<D>  x;
+    const int                group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) bar_init(full + i, 1), bar_init(empty + i, GROUPS);
-        bar_init(row_full, 1), bar_init(row_empty, GROUPS);
+        for (int i = 0; i < STAGES; i++) bar_init(x.full + i, 1), bar_init(x.empty + i, GROUPS);
+        bar_init(x.row_full, 1), bar_init(x.row_empty, GROUPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     let_next_start();
-
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::LOADER));
-        if (threadIdx.x >= 32) return;
-        const uint64_t policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
-        Ring<STAGES>   k;
-        GatedPiece     p;
-        GatedWalk      walk = gated_walk(w, 1);
-        const GatedContext *known = NULL;
-        for (int turn = 0;; turn ^= 1) {
-            gated_next(walk, p, w);
-            bar_wait(row_empty, turn ^ 1); /* Q and dO of the piece before are read no more */
-            if (lane == 0) {
-                pieces[turn] = p;
-                if (!p.c) bar_arrive(row_full);
-                else bar_expect(row_full, 2 * S::ROWS);
-            }
-            if (!p.c) return;
-            if (p.c != known && lane == 0) tma_acquire(&p.c->k), tma_acquire(&p.c->v);
-            known = p.c;
-            const int row = (int)(p.c->first_row + ((int64_t)p.g * p.c->blocks + least(p.m, p.c->blocks - 1)) * M);
-            const int key0 = (int)p.c->first_key + p.g * p.c->own_keys;
-            if (lane == 0) {
-                load_boxes<D, M, M>(qs, &w.q, row, 0, row_full, policy_evict_normal());
-                load_boxes<D, M, M>(gs, &w.d_out, row, 0, row_full, policy_evict_normal());
-            }
-            TileReader reader;
-            for (int i = p.tile; i < p.end; i++) {
-                if ((i - p.tile) % 32 == 0) reader.read(p, i);
-                const int4  e = reader.get((i - p.tile) % 32);
-                const bool  own = i >= p.opens;
-                const Sight sight = sight_of(p, i, e);
-                for (int h = 0; h < sight.len && lane == 0; h += CHUNK) {
-                    bar_wait(empty + k.stage, k.phase ^ 1);
-                    sights[k.stage] = sight;
-                    bar_expect(full + k.stage, S::STAGE);
-                    char *to = ring + k.stage * S::STAGE;
-                    load_boxes<D, CHUNK, CHUNK>(to, own ? &w.own_k : &p.c->k, (own ? key0 : 0) + e.x + h, own ? 0 : p.g,
-                                                full + k.stage, policy);
-                    load_boxes<D, CHUNK, CHUNK>(to + S::STAGE / 2, own ? &w.own_v : &p.c->v, (own ? key0 : 0) + e.x + h,
-                                                own ? 0 : p.g, full + k.stage, policy);
-                    k.next();
-                }
-            }
-            __syncwarp();
-        }
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::COMPUTER));
-        const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32, r = warp * 16 + lane / 4, t = lane & 3;
-        Ring<STAGES> k;
-        for (int turn = 0;; turn ^= 1) {
-            const GatedPiece &p = pieces[turn];
-            bar_wait(row_full, turn);
-            if (!p.c) break;
-            const GatedContext &c = *p.c;
-            uint32_t       q[D / 16][4], weight[4][4];
-            float          dq[D / 8][4], s[8][4], dp[8][4], sum[2] = {0.0f, 0.0f};
-            const float    times = c.times;
-            const int      qi[2] = {(p.m * M + r) / c.G, (p.m * M + r + 8) / c.G}, end = p.end, begin = p.tile;
-            float2         row[2]; /* LSE in powers of 2, delta */
-            float          unlift[2];
-            {
-                const float4 *stats = w.stats + c.first_row + ((int64_t)p.g * c.blocks + least(p.m, c.blocks - 1)) * M + r;
-                const float4  a = __ldcg(stats), b = __ldcg(stats + 8);
-                row[0] = float2{a.x, a.y}, row[1] = float2{b.x, b.y}, unlift[0] = a.z, unlift[1] = b.z;
-            }
+        if (threadIdx.x < 32) load_backward<D>(w, x);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::COMPUTER));
+    const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32, r = warp * 16 + lane / 4, t = lane & 3;
+    Ring<STAGES> k;
+    for (int turn = 0;; turn ^= 1) {
+        const GatedPiece &p = x.pieces[turn];
+        bar_wait(x.row_full, turn);
+        if (!p.c) break;
+        const GatedContext &c = *p.c;
+        const float         times = c.times;
+        const int           qi[2] = {(p.m * M + r) / c.G, (p.m * M + r + 8) / c.G}, end = p.end, begin = p.tile;
+        const float4       *stats = w.stats + first_row<M>(p) + r, stat0 = __ldcg(stats), stat1 = __ldcg(stats + 8);
+        const float         lse[2] = {stat0.x, stat1.x}, delta[2] = {stat0.y, stat1.y}, unlift[2] = {stat0.z, stat1.z};
+        const uint32_t      q_at = shared_address(x.qs) + own * 64 * 128, g_at = shared_address(x.gs) + own * 64 * 128;
+        uint32_t            q[D / 16][4], weight[4][4];
+        float               dq[D / 8][4], s[8][4], dp[8][4], sum[2] = {0.0f, 0.0f};
+        int                 before = -1; /* the stage whose K the last product still reads */
 #pragma unroll
-            for (int i = 0; i < D / 16 && D == 128; i++)
-                ldmatrix(q[i], shared_address(qs) + tile_offset<128, M>(warp * 16 + (lane & 15), 2 * i + (lane >> 4)));
-            const uint32_t q_at = shared_address(qs) + own * 64 * 128, g_at = shared_address(gs) + own * 64 * 128;
-            int            before = -1; /* the stage whose K dQ still reads */
-            for (int i = begin; i < end; i++) {
-                int len = TILE;
+        for (int i = 0; i < D / 16 && D == 128; i++)
+            ldmatrix(q[i], shared_address(x.qs) + tile_offset<128, M>(warp * 16 + (lane & 15), 2 * i + (lane >> 4)));
+
+        for (int i = begin; i < end; i++) {
+            int len = TILE;
 #pragma unroll 1
-                for (int h = 0; h < len; h += CHUNK) {
-                    const uint32_t at = shared_address(ring + k.stage * S::STAGE);
-                    bar_wait(full + k.stage, k.phase);
-                    const Sight &y = sights[k.stage];
-                    len = y.len;
-                    if (len - h < CHUNK) /* what follows may be closed, and NaN, which no 0 of dS hides */
-                        clear_rows<D, CHUNK, 128>(ring + k.stage * S::STAGE, len - h, tid % 128, 4 + own);
-                    const int    seen[2] = {sees(y, qi[0]) - h, sees(y, qi[1]) - h}, tile = y.tile;
-                    const float  from[2] = {row[0].x - y.bias, row[1].x - y.bias};
-                    wgmma_fence();
+            for (int h = 0; h < len; h += CHUNK) {
+                const uint32_t at = shared_address(x.ring + k.stage * S::STAGE);
+                bar_wait(x.full + k.stage, k.phase);
+                const Sight &y = x.sights[k.stage];
+                len = y.len;
+                if (len - h < CHUNK) /* what follows may be closed, and NaN, which no 0 of dS hides */
+                    clear_rows<D, CHUNK, 128>(x.ring + k.stage * S::STAGE, len - h, tid % 128, 4 + own);
+                const int   seen[2] = {sees(y, qi[0]) - h, sees(y, qi[1]) - h}, tile = y.tile;
+                const float from[2] = {lse[0] - y.bias, lse[1] - y.bias};
+                wgmma_fence();
 #pragma unroll
-                    for (int j = 0; j < D / 16; j++)
-                    {
-                        const uint64_t k_at = descriptor(at + j / 4 * CHUNK * 128 + j % 4 * 32, 1);
-                        if (D == 128) wgmma_scores<T>(s, q[j], k_at, j > 0);
-                        else wgmma_scores<T>(s, descriptor(q_at + j * 32, 1), k_at, j > 0);
-                    }
-                    wgmma_commit();
+                for (int j = 0; j < D / 16; j++) {
+                    const uint64_t k_at = descriptor(at + j / 4 * CHUNK * 128 + j % 4 * 32, 1);
+                    if (D == 128) wgmma_scores<T>(s, q[j], k_at, j > 0);
+                    else wgmma_scores<T>(s, descriptor(q_at + j * 32, 1), k_at, j > 0);
+                }
+                wgmma_commit();
 #pragma unroll
-                    for (int j = 0; j < D / 16; j++)
-                        wgmma_scores<T>(dp, descriptor(g_at + j / 4 * M * 128 + j % 4 * 32, 1),
-                                        descriptor(at + S::STAGE / 2 + j / 4 * CHUNK * 128 + j % 4 * 32, 1), j > 0);
-                    wgmma_commit();
-                    wgmma_wait<1>();
-                    settle(s);
-                    if (before >= 0 && tid % 128 == 0) bar_arrive(empty + before); /* dQ before it is done, too */
-                    before = k.stage;
+                for (int j = 0; j < D / 16; j++)
+                    wgmma_scores<T>(dp, descriptor(g_at + j / 4 * M * 128 + j % 4 * 32, 1),
+                                    descriptor(at + S::STAGE / 2 + j / 4 * CHUNK * 128 + j % 4 * 32, 1), j > 0);
+                wgmma_commit();
+                wgmma_wait<1>();
+                settle(s);
+                if (before >= 0 && tid % 128 == 0) bar_arrive(x.empty + before); /* dQ before it is done, too */
+                before = k.stage;
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+#pragma unroll
+                    for (int u = 0; u < 4; u++) s[n][u] = exp2_fast(fmaf(s[n][u], times, -from[u >> 1]));
+                }
+                wgmma_wait<0>();
+                settle(dp);
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+#pragma unroll
+                    for (int u = 0; u < 4; u++) s[n][u] *= dp[n][u] - delta[u >> 1];
+                }
+                if (seen[0] < CHUNK || seen[1] < CHUNK) {
 #pragma unroll
                     for (int n = 0; n < 8; n++) {
 #pragma unroll
-                        for (int u = 0; u < 4; u++) s[n][u] = exp2_fast(fmaf(s[n][u], times, -from[u >> 1]));
-                    }
-                    wgmma_wait<0>();
-                    settle(dp);
-#pragma unroll
-                    for (int n = 0; n < 8; n++) {
-#pragma unroll
-                        for (int u = 0; u < 4; u++) s[n][u] *= dp[n][u] - row[u >> 1].y;
-                    }
-                    if (seen[0] < CHUNK || seen[1] < CHUNK) {
-#pragma unroll
-                        for (int n = 0; n < 8; n++) {
-#pragma unroll
-                            for (int u = 0; u < 4; u++)
-                                if (8 * n + 2 * t + (u & 1) >= seen[u >> 1]) s[n][u] = 0.0f;
-                        }
-                    }
-#pragma unroll
-                    for (int n = 0; n < 8; n++) sum[0] += s[n][0] + s[n][1], sum[1] += s[n][2] + s[n][3];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) weights<T>(weight[j], s, 2 * j);
-                    wgmma_fence();
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        wgmma_mix<T>(dq, weight[j], descriptor(at + j * 16 * 128, CHUNK * 128), (i > begin || h > 0) | j);
-                    wgmma_commit();
-                    k.next();
-                    if (h + CHUNK >= len) {
-                        float all = sum[0] * unlift[0] + sum[1] * unlift[1];
-                        for (int j = 16; j; j >>= 1) all += __shfl_xor_sync(~0u, all, j);
-                        if (lane == 0 && tile >= 0)
-                            w.partial[((c.first_open + (int64_t)p.g * c.tiles + tile) * w.blocks + p.m) * S::WARPS + warp] = all;
-                        sum[0] = sum[1] = 0.0f;
+                        for (int u = 0; u < 4; u++)
+                            if (8 * n + 2 * t + (u & 1) >= seen[u >> 1]) s[n][u] = 0.0f;
                     }
                 }
-            }
-            wgmma_wait<0>();
-            settle(dq);
-            if (before >= 0 && tid % 128 == 0) bar_arrive(empty + before);
-            named_sync(4 + own, 128);
-            if (tid % 128 == 0) bar_arrive(row_empty);
-            if (begin >= end) {
 #pragma unroll
-                for (int n = 0; n < D / 8; n++) dq[n][0] = dq[n][1] = dq[n][2] = dq[n][3] = 0.0f;
-            }
-            if (!p.whole) {
-                float *slot = w.slots + (int64_t)p.slot * M * D;
+                for (int n = 0; n < 8; n++) sum[0] += s[n][0] + s[n][1], sum[1] += s[n][2] + s[n][3];
 #pragma unroll
-                for (int n = 0; n < D / 8; n++) {
-                    *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{dq[n][0], dq[n][1]};
-                    *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{dq[n][2], dq[n][3]};
+                for (int j = 0; j < 4; j++) weights<T>(weight[j], s, 2 * j);
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const int add = (i > begin || h > 0) | j;
+                    wgmma_mix<T>(dq, weight[j], descriptor(at + j * 16 * 128, CHUNK * 128), add);
                 }
-            } else {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
-                    if (!y.real) continue;
-                    const float weight = c.scale * unlift[i];
-                    const bool  vector = is_even(y.s->x.dq);
-#pragma unroll
-                    for (int n = 0; n < D / 8; n++) {
-                        float z[2] = {dq[n][2 * i] * weight, dq[n][2 * i + 1] * weight};
-                        store_out<2>(y.s->x.dq, vector, c.d_k, Row{y.i, y.h, true}, 8 * n + 2 * t, z);
-                    }
+                wgmma_commit();
+                k.next();
+                if (h + CHUNK < len) continue;
+                float all = sum[0] * unlift[0] + sum[1] * unlift[1];
+                for (int j = 16; j; j >>= 1) all += __shfl_xor_sync(~0u, all, j);
+                if (lane == 0 && tile >= 0) {
+                    const int64_t cell = c.first_open + (int64_t)p.g * c.tiles + tile;
+                    w.partial[(cell * w.blocks + p.m) * S::WARPS + warp] = all;
                 }
+                sum[0] = sum[1] = 0.0f;
             }
+        }
+        wgmma_wait<0>();
+        settle(dq);
+        if (before >= 0 && tid % 128 == 0) bar_arrive(x.empty + before);
+        named_sync(4 + own, 128);
+        if (tid % 128 == 0) bar_arrive(x.row_empty);
+        if (begin >= end) {
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) dq[n][0] = dq[n][1] = dq[n][2] = dq[n][3] = 0.0f;
+        }
+        if (!p.whole) store_part<D>(w.slots + (int64_t)p.slot * M * D, r, dq);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
+            if (!p.whole || !y.real) continue;
+            store_row<D>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, dq, i, c.scale * unlift[i]);
         }
     }
 #endif
@@ -4535,7 +4568,7 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
    math    dK = scale dS^T Q and dV = P^T dO over the rows of the suffix, P of the softmax that made the output
    CTA     16 keys of a suffix and KV head; 4 warps for dK and 4 for dV share 128 rows out, and their sums meet at the
            end. Scores are made transposed, so that P^T and dS^T are operands as they come out of mma.sync
-   why     N_q keys by G N_q rows: nothing beside the context, which gets no such gradient; so small and many CTAs     */
+   why     N_q keys by G N_q rows: nothing beside the context, which gets no such gradient; so small and many CTAs   */
 
 template <int D> struct OwnShape {
     static constexpr int OWN = KEYS * D * 2, ROWS = TILE * D * 2;
@@ -4546,7 +4579,8 @@ template <int D> struct OwnShape {
 template <int D, int ROWS> DKV__DEVICE void copy_rows(char *to, const char *from, int n) {
     for (int i = threadIdx.x; i < ROWS * (D / 8); i += 256) {
         const int row = i / (D / 8), c = i % (D / 8);
-        copy16(shared_address(to) + tile_offset<128, ROWS>(row, c), from + (row < n ? row * D * 2 + c * 16 : 0), row < n);
+        const char *src = from + (row < n ? row * D * 2 + c * 16 : 0);
+        copy16(shared_address(to) + tile_offset<128, ROWS>(row, c), src, row < n);
     }
 }
 
@@ -4667,8 +4701,8 @@ template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job
     store_out<N>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, lane * N, sum);
 }
 
-/* d ln u of a cell: the sums of its tiles, row blocks and warps in order; by a warp. Cells are counted over the heads of
-   all contexts, as many for each as the largest D. */
+/* d ln u of a cell: the sums of its tiles, row blocks and warps in order; by a warp. Cells are counted over the heads
+   of all contexts, as many for each as the largest D. */
 template <int M> DKV__DEVICE void sum_cell(const GatedWork &w, int64_t cell) {
     constexpr int       WARPS = M / 16;
     const int2          where = w.heads[cell / w.most_cells];
@@ -4677,9 +4711,9 @@ template <int M> DKV__DEVICE void sum_cell(const GatedWork &w, int64_t cell) {
     if (b >= c.D) return;
     const int64_t at = (int64_t)where.y * c.D + b;
     float         sum = 0.0f;
-    if (c.ln_u[at] * LOG2E >= CLOSED * LOG2E) {
+    if (c.ln_u[at] >= CLOSED) {
         int first, n;
-        tiles_of_bin(c, b, &first, &n);
+        tiles_of_bin(cutting(c.T_c, c.W, c.S, c.R), b, &first, &n);
         const float *from = w.partial + (c.first_open + (int64_t)where.y * c.tiles + first) * w.blocks * WARPS;
         for (int i = lane; i < n * w.blocks * WARPS; i += 32)
             if (i / WARPS % w.blocks < c.blocks) sum += __ldcg(from + i);
@@ -4707,6 +4741,7 @@ template <class T, int D> __global__ void __launch_bounds__(256, 2) gated_finish
 
 /* ---- preparing a batch: checks, tables, maps ---- */
 
+int64_t tiles_of(const dkv_gated &c) { return all_tiles(cutting(c.T_c, c.W, c.S, c.R)); }
 int64_t rows_of(const dkv_gated &c) { /* of a KV head */
     int64_t n = 0;
     for (int64_t i = 0; i < c.n_suffix; i++) n += c.suffix[i].N_q;
@@ -4749,7 +4784,8 @@ dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
     for (int64_t i = 0; !r && i < c.n_suffix; i++) r = check_suffix(c, c.suffix[i]);
     if (!r && rows_of(c) > 1 << 24) r = DKV_ERR_SHAPE;
     if (r || !c.T_c) return r;
-    if (k.type != v.type || (k.type != DKV_F16 && k.type != DKV_BF16) || (*type != DKV_F32 && *type != k.type)) return DKV_ERR_TYPE;
+    if (k.type != v.type || (k.type != DKV_F16 && k.type != DKV_BF16)) return DKV_ERR_TYPE;
+    if (*type != DKV_F32 && *type != k.type) return DKV_ERR_TYPE;
     if (!is_vector(k) || !is_vector(v)) return DKV_ERR_ALIGN;
     *type = k.type;
     return DKV_OK;
@@ -4886,6 +4922,43 @@ dkv_result describe_context(GatedContext *x, const dkv_gated &c, const GatedSize
     return r;
 }
 
+/* ---- the block's tables, in its order ---- */
+
+void post_contexts(Post *post, const dkv_gated *c, int64_t n, const GatedSizes &s) {
+    GatedContext x, all = {};
+    for (int64_t i = 0; i < n; i++) {
+        describe_context(&x, c[i], s);
+        x.first_tile = all.first_tile, x.first_open = all.first_open, x.first_own = all.first_own;
+        x.first_row = all.first_row, x.first_key = all.first_key;
+        x.first_question = all.first_question, x.first_block = all.first_block, x.first_head = all.first_head;
+        all.first_tile += x.tiles, all.first_open += (int64_t)x.tiles * x.Hkv;
+        all.first_own += (int64_t)x.own_tiles * x.blocks;
+        all.first_row += (int64_t)x.blocks * s.M * x.Hkv;
+        all.first_key += (int64_t)x.own_keys * x.Hkv;
+        all.first_question += x.queries, all.first_block += x.blocks, all.first_head += x.Hkv;
+        post->put(&x, sizeof x);
+    }
+}
+
+void post_suffixes(Post *post, const dkv_gated &c, int32_t context) {
+    Suffix y = {};
+    y.context = context;
+    for (int64_t j = 0; j < c.n_suffix; j++) {
+        y.x = c.suffix[j];
+        post->put(&y, sizeof y);
+        y.first += (int32_t)y.x.N_q, y.key += (int32_t)round_up(y.x.N_q, TILE);
+    }
+}
+
+void post_own_tiles(Post *post, const dkv_gated &c, int64_t M) {
+    const int64_t all = most_own_tiles(c, M);
+    const OwnTile none = {};
+    for (int64_t m = 0; m * M < rows_of(c); m++) {
+        int64_t k = own_tiles(c, M, m, [&](const OwnTile &y) { post->put(&y, sizeof y); });
+        for (; k < all; k++) post->put(&none, sizeof none);
+    }
+}
+
 void post_parts(Post *post, int32_t of, int32_t Hkv, int64_t rows, int step) {
     for (int32_t g = 0; g < Hkv; g++) {
         for (int64_t row = 0; row < rows; row += step) {
@@ -4895,75 +4968,46 @@ void post_parts(Post *post, int32_t of, int32_t Hkv, int64_t rows, int step) {
     }
 }
 
-/* The tables of the block, in its order. */
+template <class F> void each_suffix(const dkv_gated *c, int64_t n, F f) { /* f(context, suffix, index of all) */
+    int32_t all = 0;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j < c[i].n_suffix; j++) f(c[i], c[i].suffix[j], all++);
+}
+
 void post_gated(Post *post, const dkv_gated *c, int64_t n, const GatedSizes &s) {
-    GatedContext x, all = {};
-    for (int64_t i = 0; i < n; i++) {
-        describe_context(&x, c[i], s);
-        x.first_tile = all.first_tile, x.first_open = all.first_open;
-        x.first_row = all.first_row, x.first_key = all.first_key, x.first_own = all.first_own;
-        x.first_question = all.first_question, x.first_block = all.first_block, x.first_head = all.first_head;
-        all.first_tile += x.tiles, all.first_open += (int64_t)x.tiles * x.Hkv;
-        all.first_row += (int64_t)x.blocks * s.M * x.Hkv;
-        all.first_key += (int64_t)x.own_keys * x.Hkv;
-        all.first_own += (int64_t)x.own_tiles * x.blocks;
-        all.first_question += x.queries, all.first_block += x.blocks, all.first_head += x.Hkv;
-        post->put(&x, sizeof x);
-    }
+    post_contexts(post, c, n, s);
     post->align(s.suffix_at);
-    for (int64_t i = 0; i < n; i++) {
-        Suffix y = {};
-        y.context = (int32_t)i;
-        for (int64_t j = 0; j < c[i].n_suffix; j++) {
-            y.x = c[i].suffix[j];
-            post->put(&y, sizeof y);
-            y.first += (int32_t)y.x.N_q, y.key += (int32_t)round_up(y.x.N_q, TILE);
-        }
-    }
+    for (int64_t i = 0; i < n; i++) post_suffixes(post, c[i], (int32_t)i);
     post->align(s.question_at);
-    for (int64_t i = 0, suffix = 0; i < n; i++) {
-        for (int64_t j = 0; j < c[i].n_suffix; j++, suffix++) {
-            for (int64_t k = 0; k < c[i].suffix[j].N_q; k++) {
-                Question q = {(int32_t)suffix, (int32_t)k};
-                post->put(&q, sizeof q);
-            }
-        }
-    }
+    each_suffix(c, n, [&](const dkv_gated &, const dkv_suffix &x, int32_t all) {
+        for (Question q = {all, 0}; q.i < x.N_q; q.i++) post->put(&q, sizeof q);
+    });
     post->align(s.head_at);
-    for (int64_t i = 0; i < n; i++) {
-        for (int g = 0; g < c[i].Hkv; g++) {
-            int2 head = {(int)i, g};
-            post->put(&head, sizeof head);
-        }
-    }
+    for (int64_t i = 0; i < n; i++)
+        for (int2 head = {(int)i, 0}; head.y < c[i].Hkv; head.y++) post->put(&head, sizeof head);
     post->align(s.own_at);
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t all_tiles = most_own_tiles(c[i], s.M);
-        for (int64_t m = 0; m * s.M < rows_of(c[i]); m++) {
-            int64_t   k = own_tiles(c[i], s.M, m, [&](const OwnTile &y) { post->put(&y, sizeof y); });
-            const OwnTile none = {};
-            for (; k < all_tiles; k++) post->put(&none, sizeof none);
-        }
-    }
+    for (int64_t i = 0; i < n; i++) post_own_tiles(post, c[i], s.M);
     post->align(s.count_at);
     for (int64_t i = 0; i < n; i++) {
         for (int64_t m = 0; m * s.M < rows_of(c[i]); m++) {
-            int32_t k = (int32_t)own_tiles(c[i], s.M, m, [](const OwnTile &) {});
+            const int32_t k = (int32_t)own_tiles(c[i], s.M, m, [](const OwnTile &) {});
             post->put(&k, sizeof k);
         }
     }
     post->align(s.q_part_at);
     for (int64_t i = 0; i < n; i++) post_parts(post, (int32_t)i, c[i].Hkv, round_up(rows_of(c[i]), s.M), CHUNK);
     post->align(s.own_part_at);
-    for (int64_t i = 0, suffix = 0; i < n; i++)
-        for (int64_t j = 0; j < c[i].n_suffix; j++, suffix++)
-            post_parts(post, (int32_t)suffix, c[i].Hkv, round_up(c[i].suffix[j].N_q, TILE), CHUNK);
+    each_suffix(c, n, [&](const dkv_gated &of, const dkv_suffix &x, int32_t all) {
+        post_parts(post, all, of.Hkv, round_up(x.N_q, TILE), CHUNK);
+    });
     post->align(s.key_part_at);
-    for (int64_t i = 0, suffix = 0; i < n; i++)
-        for (int64_t j = 0; j < c[i].n_suffix; j++, suffix++)
-            post_parts(post, (int32_t)suffix, c[i].Hkv, c[i].suffix[j].N_q, KEYS);
+    each_suffix(c, n, [&](const dkv_gated &of, const dkv_suffix &x, int32_t all) {
+        post_parts(post, all, of.Hkv, x.N_q, KEYS);
+    });
     post->flush();
 }
+
+/* ---- the passes ---- */
 
 /* Rows of 16 bits, gathered: [rows][D]. */
 dkv_result encode_rows(CUtensorMap *map, char *data, dkv_type type, int D, int64_t rows) {
@@ -5013,35 +5057,36 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
 
 template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward, cudaStream_t stream) {
     constexpr int M = WgmmaShape<D>::M;
-    const unsigned lists = (unsigned)(w.n_heads * (backward ? 1 : w.sides)), grid = (unsigned)(w.groups * w.blocks);
-    const dim3     gather(lists + (unsigned)w.n_q_parts + (unsigned)w.n_own_parts);
-    dkv_result     r;
-    if (!backward) {
-        r = launch(gated_gather<T, D, false>, gather, 256, 0, true, stream, w);
-        if (!r) r = launch(gated_forward<T, D>, dim3(grid), WgmmaShape<D>::THREADS, GatedShape<D>::SHARED, true, stream, w);
-        if (!r && w.groups > w.sides)
-            r = launch(gated_combine<M, D>, dim3(M / 8, (unsigned)cuts_of(w, w.sides), (unsigned)w.blocks), 256, 0, true, stream, w);
-        return r;
+    const int     lists = w.n_heads * (backward ? 1 : w.sides);
+    const int     cells = (int)least(ceil_div(w.n_heads * (int64_t)w.most_cells, 8), (int64_t)132);
+    const dim3    gather(lists + w.n_q_parts + w.n_own_parts), grid(w.groups * w.blocks);
+    dkv_result    r = DKV_OK;
+    auto next = [&](void (*kernel)(GatedWork), dim3 ctas, int threads, int shared) {
+        if (!r) r = launch(kernel, ctas, threads, shared, true, stream, w);
+    };
+    if (backward) {
+        next(gated_gather<T, D, true>, gather, 256, 0);
+        next(gated_backward<T, D>, grid, BackwardShape<D>::THREADS, BackwardShape<D>::SHARED);
+        next(gated_finish<T, D>, w.n_key_parts + cuts_of(w, 1) * w.blocks * (M / 8) + cells, 256, OwnShape<D>::SHARED);
+    } else {
+        next(gated_gather<T, D, false>, gather, 256, 0);
+        next(gated_forward<T, D>, grid, WgmmaShape<D>::THREADS, GatedShape<D>::SHARED);
+        if (w.groups > w.sides) next(gated_combine<M, D>, dim3(M / 8, cuts_of(w, w.sides), w.blocks), 256, 0);
     }
-    const int64_t  cells = ceil_div((int64_t)w.n_heads * w.most_cells, 8);
-    const unsigned ends = (unsigned)(w.n_key_parts + cuts_of(w, 1) * w.blocks * (M / 8) +
-                                     least(cells, (int64_t)132));
-    r = launch(gated_gather<T, D, true>, gather, 256, 0, true, stream, w);
-    if (!r) r = launch(gated_backward<T, D>, dim3(grid), BackwardShape<D>::THREADS, BackwardShape<D>::SHARED, true, stream, w);
-    if (!r) r = launch(gated_finish<T, D>, dim3(ends), 256, OwnShape<D>::SHARED, true, stream, w);
     return r;
 }
 
 dkv_result gated_pass(const dkv_cuda_gated *k, bool backward, void *stream) {
-    GatedSizes s;
+    GatedSizes   s;
+    GatedWork    w;
+    cudaStream_t st = (cudaStream_t)stream;
     memcpy(&s, k->sizes, sizeof s);
     if (!s.rows) return DKV_OK;
-    GatedWork  w;
     dkv_result r = gated_work(&w, k);
-    cudaStream_t st = (cudaStream_t)stream;
     if (r) return r;
-    if (s.D == 64) return s.type == DKV_F16 ? run_gated<__half, 64>(w, backward, st) : run_gated<__nv_bfloat16, 64>(w, backward, st);
-    return s.type == DKV_F16 ? run_gated<__half, 128>(w, backward, st) : run_gated<__nv_bfloat16, 128>(w, backward, st);
+    if (s.type == DKV_F16)
+        return s.D == 64 ? run_gated<__half, 64>(w, backward, st) : run_gated<__half, 128>(w, backward, st);
+    return s.D == 64 ? run_gated<__nv_bfloat16, 64>(w, backward, st) : run_gated<__nv_bfloat16, 128>(w, backward, st);
 }
 
 } /* namespace */
@@ -5080,7 +5125,7 @@ extern "C" dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gat
         if (s.most_tiles)
             make_tiles<<<dim3((unsigned)ceil_div(s.most_tiles, 256), (unsigned)n), 256, 0, (cudaStream_t)stream>>>(
                 (const GatedContext *)block, (Tile *)((char *)block + s.tile_at));
-        /* last: what follows it waits until all of the above is done, while a kernel's tables are read before it waits */
+        /* last: what comes behind it waits for all of the above, although kernels read their tables before they wait */
         r = did(cudaMemsetAsync((char *)ws + s.before_at, 0, 4, (cudaStream_t)stream));
     }
     if (!r) r = launched();

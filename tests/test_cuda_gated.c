@@ -138,7 +138,8 @@ static void lengths(void) {
 }
 
 static void suffixes(void) {
-    static const int64_t table[][MAX_SUFFIXES] = {{1}, {129}, {140, 1, 130}, {2, 64, 3, 33, 31}, {0, 4, 0}, {70, 5, 131}};
+    static const int64_t table[][MAX_SUFFIXES] = {{1}, {129}, {140, 1, 130}, {2, 64, 3, 33, 31}, {0, 4, 0},
+                                                  {70, 5, 131}};
     static const int groups[] = {1, 3, 4, 7};
     NEEDS_DEVICE;
     for (int i = 0; i < COUNT(table); i++)
