@@ -1822,12 +1822,11 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef WgmmaShape<D> S;
     constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES, CONSUMING = 128 * GROUPS;
-    const WgmmaPlaces<D>  x;
-    char *const           ks = x.ks, *const vs = x.vs, *const qs = x.qs;
-    uint64_t *const       k_full = x.k_full, *const k_empty = x.k_empty, *const v_full = x.v_full;
-    uint64_t *const       v_empty = x.v_empty, *const q_full = x.more, *const q_empty = q_full + 2;
-    uint64_t *const       piece_full = q_empty + 2;
-    Piece *const          pieces = (Piece *)(k_full + 32); /* a piece comes with its queries; none: the end */
+    extern __shared__ __align__(1024) char shared[]; /* as WgmmaPlaces says; through it ptxas orders the softmax otherwise */
+    char     *ks = shared, *vs = ks + STAGES * S::STAGE, *qs = vs + STAGES * S::STAGE;
+    uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + STAGES, *v_full = k_empty + STAGES,
+             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2, *piece_full = q_empty + 2;
+    Piece    *pieces = (Piece *)(k_full + 32); /* a piece comes with its queries; none: the end */
     const int group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
