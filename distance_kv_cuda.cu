@@ -264,8 +264,30 @@ bool is_vector(const dkv_tensor &t) {
 
 /* ---- host ---- */
 
+
 dkv_result launched() { return cudaPeekAtLastError() == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
 dkv_result did(cudaError_t e) { return e == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
+
+/* On sm_90 the next kernel's launch overlaps the end of the one before it. */
+template <class... A>
+dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, bool overlaps, cudaStream_t stream,
+                  const A &...a) {
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid;
+    c.blockDim = dim3((unsigned)threads);
+    c.dynamicSmemBytes = (size_t)shared;
+    c.stream = stream;
+    c.attrs = &overlap;
+    c.numAttrs = overlaps;
+    if (shared > 48 << 10) {
+        dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        if (r) return r;
+    }
+    return did(cudaLaunchKernelEx(&c, kernel, a...));
+}
 
 struct Device {
     int arch, sms, shared; /* compute capability, multiprocessors, bytes of shared memory a CTA may have */
@@ -394,33 +416,47 @@ struct PackSide {
     float     *scale;      /* [Hkv][d'], 8-bit only: largest magnitudes until they are made scales */
     int        d, row, vector, copy; /* row bytes; from has 16-byte rows; and is of the same type */
 };
-struct PackLayer { /* grid: (tiles of the longest head, heads), from head g on */
+struct PackLayer { /* grid: (tiles of all heads, sides) */
     PackSide       side[2];
     const int64_t *first, *rows; /* of the layer, on the device */
     const dkv_run *runs;
-    int            g;
+    int            Hkv;
     dkv_type       type;
 };
-struct PackHead { /* what a CTA needs of it */
-    const dkv_run *runs;
-    int64_t        rows, base; /* base: its first packed row */
+struct PackTile { /* of the line of all heads' tiles, the x-th, and so the x-th of the packed layer */
+    const dkv_run *runs;  /* of its head */
+    int64_t        rows, tile; /* the head's; which of its tiles */
     int            n_runs, g;
 };
-DKV__DEVICE PackHead pack_head(const PackLayer &p) {
-    PackHead h;
-    h.g = p.g + blockIdx.y;
-    h.runs = p.runs + p.first[h.g];
-    h.n_runs = (int)(p.first[h.g + 1] - p.first[h.g]);
-    h.rows = p.rows[h.g];
-    h.base = 0;
-    for (int i = 0; i < h.g; i++) h.base += round_up(p.rows[i], TILE);
-    return h;
+DKV__DEVICE PackTile pack_tile_at(const PackLayer &p, int64_t x) { /* x < tiles; by whole warps */
+    const int lane = threadIdx.x & 31;
+    int64_t   before = 0;
+    for (int g0 = 0;; g0 += 32) {
+        const int     g = least(g0 + lane, p.Hkv - 1);
+        const int64_t rows = g0 + lane < p.Hkv ? p.rows[g] : 0, tiles = ceil_div(rows, TILE), first = p.first[g];
+        const int     n_runs = (int)(p.first[g + 1] - first);
+        int64_t       upto = tiles;
+        for (int j = 1; j < 32; j <<= 1) {
+            int64_t y = __shfl_up_sync(~0u, upto, j);
+            upto += lane >= j ? y : 0;
+        }
+        const unsigned open = __ballot_sync(~0u, before + upto > x);
+        if (open || g0 + 32 >= p.Hkv) {
+            const int i = __ffs(open | 1u << 31) - 1;
+            return PackTile{p.runs + __shfl_sync(~0u, first, i), __shfl_sync(~0u, rows, i),
+                            x - before - __shfl_sync(~0u, upto - tiles, i), __shfl_sync(~0u, n_runs, i), g0 + i};
+        }
+        before += __shfl_sync(~0u, upto, 31);
+    }
 }
 
-/* Where the 128 rows of this CTA's tile come from; -1: padding. Runs are found by a 32-ary search of one warp, and
-   each row's run among those of the tile by halving. */
-DKV__DEVICE void tile_positions(const PackHead &h, int64_t tile, int64_t *position, dkv_run *runs, int *found) {
-    const int tid = threadIdx.x, lane = tid & 31;
+constexpr int64_t NOWHERE = INT64_MIN; /* padding comes from there */
+
+/* Offsets in the source of the 128 rows of a tile. Runs are found by a 32-ary search of one warp, and each row's run
+   among those of the tile by halving. */
+DKV__DEVICE void tile_offsets(const PackTile &h, const dkv_tensor &t, int64_t *offset, dkv_run *runs, int *found) {
+    const int     tid = threadIdx.x, lane = tid & 31;
+    const int64_t tile = h.tile;
     if (tid < 32) {
         int lo = 0, n = h.n_runs; /* the last run with row <= first row of the tile is in [lo, lo + n) */
         while (n > 1) {
@@ -444,12 +480,24 @@ DKV__DEVICE void tile_positions(const PackHead &h, int64_t tile, int64_t *positi
             lo += before ? half : 0;
             n = before ? n - half : half;
         }
-        position[tid] = row < h.rows ? runs[lo].pos + row - runs[lo].row : -1;
+        const int64_t from = (runs[lo].pos + row - runs[lo].row) * t.stride_token + h.g * t.stride_head;
+        offset[tid] = row < h.rows ? from : NOWHERE;
     }
     __syncthreads();
 }
 
 struct Eight { float x[8]; };
+DKV__DEVICE Eight eight_of(const uint4 &raw, dkv_type type) { /* 16-bit types */
+    const uint32_t pair[4] = {raw.x, raw.y, raw.z, raw.w};
+    Eight          y;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float2 v = type == DKV_F16 ? __half22float2(*(const __half2 *)&pair[j])
+                                   : float2{__uint_as_float(pair[j] << 16), __uint_as_float(pair[j] & 0xffff0000u)};
+        y.x[2 * j] = v.x, y.x[2 * j + 1] = v.y;
+    }
+    return y;
+}
 DKV__DEVICE Eight load8(const char *p, dkv_type type, int64_t stride, bool vector) {
     Eight y;
     if (!vector) {
@@ -458,14 +506,7 @@ DKV__DEVICE Eight load8(const char *p, dkv_type type, int64_t stride, bool vecto
         *(float4 *)y.x = *(const float4 *)p;
         *(float4 *)(y.x + 4) = *(const float4 *)(p + 16);
     } else {
-        const uint4    raw = *(const uint4 *)p;
-        const uint32_t pair[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float2 v = type == DKV_F16 ? __half22float2(*(const __half2 *)&pair[j])
-                                       : float2{__uint_as_float(pair[j] << 16), __uint_as_float(pair[j] & 0xffff0000u)};
-            y.x[2 * j] = v.x, y.x[2 * j + 1] = v.y;
-        }
+        y = eight_of(*(const uint4 *)p, type);
     }
     return y;
 }
@@ -478,14 +519,17 @@ DKV__DEVICE void store8(char *p, dkv_type type, const Eight &y) { /* 16-bit type
     }
     *(uint4 *)p = uint4{pair[0], pair[1], pair[2], pair[3]};
 }
-template <int TYPE> DKV__DEVICE uint32_t bytes_of(float a, float b, float c, float d) { /* rounded to nearest even */
-    if (TYPE == DKV_FP8) {
-        return (uint32_t)__nv_cvt_float2_to_fp8x2(float2{a, b}, __NV_SATFINITE, __NV_E4M3) |
-               (uint32_t)__nv_cvt_float2_to_fp8x2(float2{c, d}, __NV_SATFINITE, __NV_E4M3) << 16;
+/* Rounded to nearest even. i8: |x| <= 127 by its scale, and then the low byte of 1.5 * 2^23 + x is x. */
+template <int TYPE> DKV__DEVICE uint32_t bytes_of(const float *x) {
+    if constexpr (TYPE == DKV_FP8) {
+        return (uint32_t)__nv_cvt_float2_to_fp8x2(float2{x[0], x[1]}, __NV_SATFINITE, __NV_E4M3) |
+               (uint32_t)__nv_cvt_float2_to_fp8x2(float2{x[2], x[3]}, __NV_SATFINITE, __NV_E4M3) << 16;
+    } else {
+        uint32_t y[4];
+#pragma unroll
+        for (int u = 0; u < 4; u++) y[u] = __float_as_uint(x[u] + 12582912.0f);
+        return __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
     }
-    /* |x| <= 127 by its scale */
-    uint32_t lo = __byte_perm((uint32_t)__float2int_rn(a), (uint32_t)__float2int_rn(b), 0x0040);
-    return __byte_perm(lo, __byte_perm((uint32_t)__float2int_rn(c), (uint32_t)__float2int_rn(d), 0x0040), 0x5410);
 }
 
 DKV__DEVICE float scale_from(float top, dkv_type type) {
@@ -493,151 +537,172 @@ DKV__DEVICE float scale_from(float top, dkv_type type) {
     return s < 1.17549435e-38f ? 1.0f : s; /* zeros, or subnormal and as good as zeros; not a NaN */
 }
 
+/* A thread has eight channels of every lanes-th row. */
+constexpr int PACK_ROWS = 4, PACK_TILES = 4; /* rows whose loads are in flight together; tiles that a CTA measures */
+
+/* 16 bytes of rows row, row + lanes, ... Those beyond the tile are its last one, padding its first: loads have no
+   condition, since ptxas would have each wait for the one before. */
+template <int N>
+DKV__DEVICE void load_raw(uint4 (&x)[N], const char *from, const int64_t *offset, int row, int lanes) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        const int64_t at = offset[least(row + k * lanes, TILE - 1)];
+        x[k] = __ldcs((const uint4 *)(from + (at == NOWHERE ? offset[0] : at)));
+    }
+}
+/* Their c-th eight channels as floats, with zeros in place of padding. */
+DKV__DEVICE void load_rows8(Eight (&x)[PACK_ROWS], const PackSide &s, const int64_t *offset, int c, int row,
+                            int lanes) {
+    const char *from = (const char *)s.from.data + c * 8 * s.from.stride_dim;
+    const bool  inside = c * 8 < s.d;
+    if (s.vector && s.from.type != DKV_F32 && inside) {
+        uint4 raw[PACK_ROWS];
+        load_raw(raw, from, offset, row, lanes);
+#pragma unroll
+        for (int k = 0; k < PACK_ROWS; k++) x[k] = eight_of(raw[k], s.from.type);
+    }
+#pragma unroll
+    for (int k = 0; k < PACK_ROWS; k++) {
+        const int64_t at = offset[least(row + k * lanes, TILE - 1)];
+        if (at == NOWHERE || !inside) x[k] = Eight{};
+        else if (!s.vector || s.from.type == DKV_F32)
+            x[k] = load8(from + at, s.from.type, s.from.stride_dim, s.vector);
+    }
+}
+
 /* Rows of one tile. Same type: 16 bytes as they are, eight loads of a thread in flight. */
 __global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t position[TILE];
+    __shared__ int64_t offset[TILE];
     __shared__ dkv_run runs[TILE];
     __shared__ int     found;
-    const PackHead     h = pack_head(p);
-    if ((int64_t)blockIdx.x * TILE >= h.rows) return;
-    tile_positions(h, blockIdx.x, position, runs, &found);
-    for (int i = 0; i < 2; i++) {
-        const PackSide &s = p.side[i];
-        char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row;
-        if (s.copy) {
-            const int chunks = s.row / 16, n = TILE * chunks, real = s.d / 8;
-            for (int j0 = threadIdx.x; j0 < n; j0 += 256 * 8) {
-                uint4 x[8];
+    let_next_start();
+    const PackSide &s = p.side[blockIdx.y];
+    const int       chunks = s.row / 16, lanes = 256 / chunks, c = threadIdx.x % chunks; /* d is a multiple of 8 */
+    char           *to = s.to + (int64_t)blockIdx.x * TILE * s.row + c * 16;
+    tile_offsets(pack_tile_at(p, blockIdx.x), s.from, offset, runs, &found);
+    if (threadIdx.x >= lanes * chunks) return;
+    const bool inside = c * 8 < s.d;
+    if (s.copy) {
+        for (int row = threadIdx.x / chunks; row < TILE; row += lanes * 8) {
+            uint4 x[8];
+            load_raw(x, (const char *)s.from.data + (inside ? 16 * c : 0), offset, row, lanes);
 #pragma unroll
-                for (int u = 0; u < 8; u++) {
-                    int j = j0 + u * 256, row = j / chunks, c = j % chunks;
-                    x[u] = uint4{0, 0, 0, 0};
-                    if (j < n && position[row] >= 0 && c < real) {
-                        x[u] = __ldcs((const uint4 *)(at(s.from, position[row], h.g) + 16 * c));
-                    }
-                }
-#pragma unroll
-                for (int u = 0; u < 8; u++) {
-                    if (j0 + u * 256 < n) *(uint4 *)(to + (j0 + u * 256) * 16) = x[u];
-                }
+            for (int k = 0; k < 8; k++) {
+                const int at = row + k * lanes;
+                if (at >= TILE) break;
+                *(uint4 *)(to + at * s.row) = offset[at] == NOWHERE || !inside ? uint4{0, 0, 0, 0} : x[k];
             }
-            continue;
         }
-        const int chunks = s.row / 16; /* of eight elements; d is a multiple of 8 */
-        for (int j = threadIdx.x; j < TILE * chunks; j += 256) {
-            int   row = j / chunks, c = j % chunks;
-            Eight x = {};
-            if (position[row] >= 0 && c * 8 < s.d) {
-                x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim,
-                          s.vector);
-            }
-            store8(to + (int64_t)row * s.row + c * 16, p.type, x);
+        return;
+    }
+    for (int row = threadIdx.x / chunks; row < TILE; row += lanes * PACK_ROWS) {
+        Eight x[PACK_ROWS];
+        load_rows8(x, s, offset, c, row, lanes);
+#pragma unroll
+        for (int k = 0; k < PACK_ROWS; k++) {
+            if (row + k * lanes < TILE) store8(to + (row + k * lanes) * s.row, p.type, x[k]);
         }
     }
 }
 
-/* A thread has eight channels of every lanes-th row; rows whose loads are in flight together. */
-constexpr int PACK_ROWS = 4;
+/* Magnitudes of two 16-bit floats at once: as integers their order is theirs. */
+DKV__DEVICE void widen_top(uint32_t (&top)[4], const uint4 &x) {
+    top[0] = __vmaxu2(top[0], x.x & 0x7fff7fffu), top[1] = __vmaxu2(top[1], x.y & 0x7fff7fffu);
+    top[2] = __vmaxu2(top[2], x.z & 0x7fff7fffu), top[3] = __vmaxu2(top[3], x.w & 0x7fff7fffu);
+}
 
-/* Largest magnitudes of the head's channels into side.scale: as integers their order is that of the floats, so the
-   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. Tiles in turns. */
-__global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t  position[TILE];
+/* Largest magnitudes of a head's channels into side.scale: as integers their order is that of the floats, so the
+   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. */
+__global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ PackLayer p, int64_t tiles) {
+    __shared__ int64_t  offset[TILE];
     __shared__ dkv_run  runs[TILE];
     __shared__ int      found;
-    __shared__ unsigned top[2][256];
-    const PackHead      h = pack_head(p);
-    unsigned            own[2][8] = {};
-    for (int64_t tile = blockIdx.x; tile * TILE < h.rows; tile += gridDim.x) {
-        tile_positions(h, tile, position, runs, &found);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const PackSide &s = p.side[i];
-            const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-            if (threadIdx.x >= lanes * chunks) continue;
-            for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
-                Eight x[PACK_ROWS];
-#pragma unroll
-                for (int k = 0; k < PACK_ROWS; k++) {
-                    int row = row0 + k * lanes;
-                    x[k] = Eight{};
-                    if (row < TILE && position[row] >= 0) {
-                        x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
-                                     s.from.stride_dim, s.vector);
-                    }
+    __shared__ unsigned top[256];
+    let_next_start();
+    const PackSide &s = p.side[blockIdx.y];
+    const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
+    const int64_t   begin = (int64_t)blockIdx.x * PACK_TILES, end = least(begin + PACK_TILES, tiles);
+    const bool      raw = s.vector && s.from.type != DKV_F32;
+    unsigned        own[8] = {};
+    uint32_t        pair[4] = {};
+    PackTile        h = pack_tile_at(p, begin);
+    top[threadIdx.x] = 0;
+    for (int64_t tile = begin; tile < end; tile++) {
+        tile_offsets(h, s.from, offset, runs, &found);
+        const char *from = (const char *)s.from.data + c * 8 * s.from.stride_dim;
+        for (int row = threadIdx.x / chunks; threadIdx.x < lanes * chunks && row < TILE; row += lanes * 8) {
+            uint4 x[8];
+            if (!raw) {
+                for (int k = 0; k < 8 && row + k * lanes < TILE && offset[row + k * lanes] != NOWHERE; k++) {
+                    const Eight y = load8(from + offset[row + k * lanes], s.from.type, s.from.stride_dim, s.vector);
+                    for (int u = 0; u < 8; u++) own[u] = most(own[u], __float_as_uint(y.x[u]) & 0x7fffffffu);
                 }
-#pragma unroll
-                for (int k = 0; k < PACK_ROWS; k++) {
-#pragma unroll
-                    for (int u = 0; u < 8; u++) {
-                        unsigned a = __float_as_uint(x[k].x[u]) & 0x7fffffffu;
-                        own[i][u] = most(own[i][u], a >= 0x7f800000u ? 0x7fc00000u : a);
-                    }
-                }
+                continue;
             }
+            load_raw(x, from, offset, row, lanes); /* rows twice do no harm */
+#pragma unroll
+            for (int k = 0; k < 8; k++) widen_top(pair, x[k]);
+        }
+        const int g = h.g;
+        if (tile + 1 < end) h = pack_tile_at(p, tile + 1);
+        __syncthreads();
+        if (tile + 1 < end && h.g == g) continue;
+        const Eight y = eight_of(uint4{pair[0], pair[1], pair[2], pair[3]}, s.from.type);
+        for (int u = 0; u < 8; u++) { /* the head ends here, or the CTA does */
+            const unsigned a = most(own[u], __float_as_uint(y.x[u]));
+            if (a) atomicMax(&top[c * 8 + u], a >= 0x7f800000u ? 0x7fc00000u : a);
+            own[u] = pair[u / 2] = 0;
         }
         __syncthreads();
-    }
-    for (int i = 0; i < 2; i++) top[i][threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = 0; i < 2; i++) {
-        const PackSide &s = p.side[i];
-        for (int u = 0; u < 8; u++) {
-            if (own[i][u]) atomicMax(&top[i][threadIdx.x % (s.d / 8) * 8 + u], own[i][u]);
-        }
-        __syncthreads();
-        if (threadIdx.x < s.d && top[i][threadIdx.x]) {
-            atomicMax((unsigned *)s.scale + h.g * (s.row / type_bytes(p.type)) + threadIdx.x, top[i][threadIdx.x]);
+        if (threadIdx.x < s.d && top[threadIdx.x]) {
+            atomicMax((unsigned *)s.scale + g * s.row + threadIdx.x, top[threadIdx.x]);
+            top[threadIdx.x] = 0;
         }
     }
 }
 
-/* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once). */
+/* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once).
+   From the last tile on: what was measured last is still in L2. */
 template <int TYPE> __global__ void __launch_bounds__(256) quantise_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t position[TILE];
+    __shared__ int64_t offset[TILE];
     __shared__ dkv_run runs[TILE];
     __shared__ int     found;
-    const PackHead     h = pack_head(p);
-    if ((int64_t)blockIdx.x * TILE >= h.rows) return;
-    tile_positions(h, blockIdx.x, position, runs, &found);
-    for (int i = 0; i < 2; i++) {
-        const PackSide &s = p.side[i];
-        const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-        char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row + c * 8;
-        float           scale[8], inverse[8];
-        if (threadIdx.x >= lanes * chunks) continue;
-        for (int u = 0; u < 8; u++) {
-            scale[u] = scale_from(s.scale[h.g * s.row + c * 8 + u], p.type);
-            inverse[u] = 1.0f / scale[u];
-        }
-        for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
-            Eight x[PACK_ROWS];
+    let_next_start();
+    const int64_t   tile = gridDim.x - 1 - blockIdx.x;
+    const PackTile  h = pack_tile_at(p, tile);
+    const PackSide &s = p.side[blockIdx.y];
+    const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
+    char           *to = s.to + tile * TILE * s.row + c * 8;
+    float           scale[8], inverse[8];
+    uint32_t        known[2] = {~0u, ~0u}; /* i8: bytes of channels whose scale is no number become 0 */
+    tile_offsets(h, s.from, offset, runs, &found);
+    if (threadIdx.x >= lanes * chunks) return;
 #pragma unroll
-            for (int k = 0; k < PACK_ROWS; k++) {
-                int row = row0 + k * lanes;
-                x[k] = Eight{};
-                if (row < TILE && position[row] >= 0 && c * 8 < s.d) {
-                    x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
-                                 s.from.stride_dim, s.vector);
-                }
+    for (int u = 0; u < 8; u++) scale[u] = s.scale[h.g * s.row + c * 8 + u];
+#pragma unroll
+    for (int u = 0; u < 8; u++) {
+        inverse[u] = __frcp_rn(scale[u]);
+        if (TYPE == DKV_I8 && scale[u] != scale[u]) known[u / 4] &= ~(0xffu << u % 4 * 8);
+    }
+    for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
+        Eight x[PACK_ROWS];
+        load_rows8(x, s, offset, c, row0, lanes);
+#pragma unroll
+        for (int k = 0; k < PACK_ROWS; k++) {
+#pragma unroll
+            for (int u = 0; u < 8; u++) {
+                float y = x[k].x[u] * inverse[u];
+                x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
             }
-#pragma unroll
-            for (int k = 0; k < PACK_ROWS; k++) {
-#pragma unroll
-                for (int u = 0; u < 8; u++) {
-                    float y = x[k].x[u] * inverse[u];
-                    x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
-                }
-                if (row0 + k * lanes >= TILE) continue;
-                *(uint2 *)(to + (int64_t)(row0 + k * lanes) * s.row) =
-                    uint2{bytes_of<TYPE>(x[k].x[0], x[k].x[1], x[k].x[2], x[k].x[3]),
-                          bytes_of<TYPE>(x[k].x[4], x[k].x[5], x[k].x[6], x[k].x[7])};
-            }
+            if (row0 + k * lanes >= TILE) continue;
+            *(uint2 *)(to + (row0 + k * lanes) * s.row) =
+                uint2{bytes_of<TYPE>(x[k].x) & known[0], bytes_of<TYPE>(x[k].x + 4) & known[1]};
         }
     }
 }
 
 __global__ void finish_scales(float *scale, int n, dkv_type type) {
+    let_next_start();
     int i = blockIdx.x * 256 + threadIdx.x;
     if (i < n) scale[i] = scale_from(scale[i], type);
 }
@@ -672,7 +737,11 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     cudaStream_t st = (cudaStream_t)stream;
     char        *data = (char *)mem;
     const bool   scaled = type_bytes(type) == 1;
+    Device       dev;
     PackLayer    p = {};
+    dkv_result   r = device_read(&dev);
+    if (r) return r;
+    const bool overlap = dev.arch >= 90;
     p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k), 0};
     p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v), 0};
     for (PackSide &s : p.side) s.copy = s.vector && s.from.type == type;
@@ -680,21 +749,21 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     p.first = on_device->first + (int64_t)l * plan->Hkv;
     p.rows = on_device->rows + (int64_t)l * plan->Hkv;
     p.runs = on_device->runs;
+    p.Hkv = plan->Hkv;
     p.type = type;
-    int64_t longest = 0;
-    for (int g = 0; g < plan->Hkv; g++) longest = most(longest, ceil_div(rows[g], TILE));
-    dkv_result r = scaled ? did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)(y.bytes - y.k_scale), st)) : DKV_OK;
-    if (!scaled && longest) pack_tile<<<dim3((unsigned)longest, (unsigned)plan->Hkv), 256, 0, st>>>(p);
-    for (p.g = 0; scaled && p.g < plan->Hkv && !r; p.g++) { /* by heads, so that the second reading hits L2 */
-        unsigned tiles = (unsigned)ceil_div(rows[p.g], TILE);
-        if (!tiles) continue;
-        measure_tiles<<<least(tiles, 528u), 256, 0, st>>>(p);
-        if (type == DKV_I8) quantise_tile<DKV_I8><<<tiles, 256, 0, st>>>(p);
-        else quantise_tile<DKV_FP8><<<tiles, 256, 0, st>>>(p);
-    }
+    const int64_t tiles = y.rows / TILE;
+    const dim3    grid((unsigned)tiles, 2);
+    if (scaled) r = did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)(y.bytes - y.k_scale), st));
     if (scaled && !r) {
-        int n = (int)((y.bytes - y.k_scale) / 4);
-        finish_scales<<<(n + 255) / 256, 256, 0, st>>>((float *)(data + y.k_scale), n, type);
+        const dim3 measured((unsigned)ceil_div(tiles, PACK_TILES), 2);
+        const int  n = (int)((y.bytes - y.k_scale) / 4);
+        if (tiles) r = launch(measure_tiles, measured, 256, 0, overlap, st, p, tiles);
+        if (!r)
+            r = launch(finish_scales, (n + 255) / 256, 256, 0, overlap, st, (float *)(data + y.k_scale), n, type);
+    }
+    if (tiles && !r) {
+        auto *kernel = type == DKV_I8 ? quantise_tile<DKV_I8> : type == DKV_FP8 ? quantise_tile<DKV_FP8> : pack_tile;
+        r = launch(kernel, grid, 256, 0, overlap, st, p);
     }
     if (!r) r = launched();
     if (r) return r;
@@ -2261,27 +2330,6 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
 }
 
 namespace {
-
-/* On sm_90 the next kernel's launch overlaps the end of the one before it. */
-template <class... A>
-dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, bool overlaps, cudaStream_t stream,
-                  const A &...a) {
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t c = {};
-    c.gridDim = grid;
-    c.blockDim = dim3((unsigned)threads);
-    c.dynamicSmemBytes = (size_t)shared;
-    c.stream = stream;
-    c.attrs = &overlap;
-    c.numAttrs = overlaps;
-    if (shared > 48 << 10) {
-        dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-        if (r) return r;
-    }
-    return did(cudaLaunchKernelEx(&c, kernel, a...));
-}
 
 template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
     typedef MmaShape<TYPE, D, RW> S;
