@@ -830,6 +830,9 @@ struct Work { /* kernel parameter */
     int             *arrived; /* [items], zero between launches */
     float           *slots;   /* [2 * CTAs][rows of a block * (D + 2)] */
     int              n_items, blocks, split, tma, stages;
+    int              single, groups; /* there is one attention; CTAs / blocks */
+    uint64_t         inverse;  /* 2^63 / groups, rounded up */
+    CUtensorMap      map[SOURCES]; /* of a batch of one attention: parameters need no fence */
 };
 
 DKV__DEVICE int64_t tail_length(const Work &w, const Item &x) {
@@ -838,13 +841,17 @@ DKV__DEVICE int64_t tail_length(const Work &w, const Item &x) {
 /* Tail rows that query i sees, of a tail of n. */
 DKV__DEVICE int64_t visible(int64_t n, int64_t N_q, int64_t i) { return least(most(n - N_q + 1 + i, (int64_t)0), n); }
 
+DKV__DEVICE int tiles_of(int64_t rows) { return (int)((uint64_t)(rows + TILE - 1) / TILE); }
+
 /* Tiles of context and tail that the row block ending before row end looks at. */
-DKV__DEVICE int tiles_until(const Item &x, int64_t length, int64_t end) {
-    int64_t last = least((end - 1) / x.G, (int64_t)x.N_q - 1);
-    return x.context + (int)ceil_div(visible(length, x.N_q, last), TILE);
+DKV__DEVICE int tiles_until(const Item &x, int64_t length, int end) {
+    const int last = end < x.N_q * x.G ? (end - 1) / x.G : x.N_q - 1;
+    return x.context + tiles_of(visible(length, x.N_q, last));
 }
 
 /* ---- shares of work ---- */
+
+constexpr int START = 2; /* units before an item's first tile: see Walk */
 
 /* Unit at which group c's share begins, of n groups. Called, as are other things that run once per piece: code that is
    run once costs the time it takes to fetch it. */
@@ -869,9 +876,12 @@ DKV__DEVICE int piece_slot(const Pieces &p, int c) {
     if (c > p.last || (p.units < p.groups && share(p.units, p.groups, c) == share(p.units, p.groups, c + 1))) return -1;
     return 2 * (c * p.blocks + p.m) + (c == p.first && p.late);
 }
-/* Of the item with n units from unit on; by a whole warp. */
-__device__ __noinline__ Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m) {
-    Pieces p = {units, groups, blocks, m, group_of(units, groups, unit), group_of(units, groups, unit + n - 1), 0, 0};
+/* Of the item with n units from unit on, the first `start` of them no tiles; by a whole warp. */
+__device__ __noinline__ Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m,
+                                             int start = 0) {
+    Pieces p = {units, groups, blocks, m, 0, 0, 0, 0};
+    p.first = group_of(units, groups, unit + start);
+    p.last = group_of(units, groups, unit + n - 1);
     p.late = share(units, groups, p.first) < unit;
     for (int c = p.first; c <= p.last; c += 32)
         p.count += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
@@ -890,24 +900,21 @@ struct Piece {
     Pieces           all;                            /* and where all of them do */
 };
 
-/* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too.
-   Group c of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at
-   the same time. One warp of a CTA walks, and tells the others by shared memory. */
+/* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too, and
+   START before them: what it costs a CTA to begin another item (queries, a merge), or its share would end last. Group c
+   of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at the same
+   time. One warp of a CTA walks, and tells the others by shared memory. */
 struct Walk { int item, at, pieces, left, unit, units; };
 
 DKV__DEVICE int item_units(const Work &w, const Item &x) {
-    return most(x.context + (int)ceil_div(tail_length(w, x), TILE), 1);
+    return START + most(x.context + tiles_of(tail_length(w, x)), 1);
 }
-
 /* Completes a piece that is not the whole item; by a whole warp. */
 DKV__DEVICE void complete(Piece &p, const Walk &x, const Work &w) {
-    p.all = pieces_of(p.all.first, p.all.units, x.units, gridDim.x / w.blocks, w.blocks, p.m);
+    p.all = pieces_of(p.all.first, p.all.units, x.units, gridDim.x / w.blocks, w.blocks, p.m, START);
 }
 
-DKV__DEVICE int warp_sum(int x) {
-    for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(~0u, x, i);
-    return x;
-}
+DKV__DEVICE int warp_sum(int x) { return __reduce_add_sync(~0u, x); }
 
 /* Units before item, among all; total in *units. */
 DKV__DEVICE int units_before(const Work &w, int item, int *units) {
@@ -928,13 +935,16 @@ DKV__DEVICE Walk walk_begin(const Work &w) {
         x.item = (int)blockIdx.x;
         return x;
     }
-    const int groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
+    const int c = w.blocks == 1 ? blockIdx.x : blockIdx.x / w.blocks;
     int       own = lane < w.n_items ? item_units(w, w.items[lane]) : 0, before = 0; /* units of this lane's item */
     x.units = own;
+#pragma unroll 1
     for (int i = lane + 32; i < w.n_items; i += 32) x.units += item_units(w, w.items[i]);
     x.units = warp_sum(x.units);
-    const int begin = share(x.units, groups, c);
-    x.left = share(x.units, groups, c + 1) - begin;
+    /* share(units, groups, c) and the next, by a product */
+    const int begin = (int)__umul64hi((uint64_t)x.units * c << 1, w.inverse);
+    x.left = (int)__umul64hi((uint64_t)x.units * (c + 1) << 1, w.inverse) - begin;
+#pragma unroll 1
     for (int i = 0; i < w.n_items; i += 32) { /* the last item that starts at or before begin */
         if (i) own = i + lane < w.n_items ? item_units(w, w.items[i + lane]) : 0;
         int upto = own;
@@ -970,7 +980,7 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     p.item = x.item;
     p.g = i.g;
     p.m = w.split ? (int)(blockIdx.x % w.blocks) : i.m;
-    p.query = p.m * M / p.G;
+    p.query = p.m ? p.m * M / p.G : 0;
     p.member = p.m * M - p.query * p.G;
     p.inverse = __fdividef(1.0f, (float)p.G);
     p.context = i.context;
@@ -978,16 +988,17 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     p.base = i.base;
     p.length = tail_length(w, i);
     p.tile = 0;
-    p.end = tiles_until(i, p.length, (int64_t)(p.m + 1) * M);
+    p.end = tiles_until(i, p.length, (p.m + 1) * M);
     p.whole = true;
     if (!w.split) {
         x.item += gridDim.x;
         return true;
     }
-    int units = item_units(w, i), n = least(x.left, units - x.at);
-    p.whole = n == units;
-    p.tile = x.at;
-    p.end = least(p.end, x.at + n);
+    const int units = item_units(w, i), n = least(x.left, units - x.at), end = x.at + n - START;
+    if (end <= 0) return false; /* the share ends before the item's first tile */
+    p.tile = most(x.at - START, 0);
+    p.whole = end - p.tile == units - START;
+    p.end = least(p.end, end);
     p.slot = 2 * blockIdx.x + (x.pieces++ > 0);
     p.all.units = units; /* what pieces_of completes: it takes divisions, and loads should start first */
     p.all.first = x.unit;
@@ -1010,8 +1021,21 @@ DKV__DEVICE int64_t row_sees(const Piece &p, int r) { return visible(p.length, p
 /* Of n rows of a segment, those in the tile that begins at row. */
 DKV__DEVICE int in_tile(int64_t n, int64_t row) { return (int)most(least(n - row, (int64_t)TILE * 2), (int64_t)0); }
 
-/* The end of a row: its largest logit (in powers of 2) and sum become its LSE; returns what o is multiplied by. */
-DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, float sum) {
+/* Where rows go: what of an attention a merge reads, in registers before the fence that empties L1. */
+struct Target {
+    dkv_tensor   out;
+    const float *sink;
+    float       *lse;
+    int          H, d_v;
+    bool         out_vector;
+};
+DKV__DEVICE Target target_of(const Attention &a) {
+    return Target{a.out, a.sink, a.lse, a.H, a.d_v, a.out_vector != 0};
+}
+
+/* The end of a row: its largest logit (in powers of 2) and sum become its LSE, which one thread of its stores; returns
+   what o is multiplied by. */
+template <class A> DKV__DEVICE float finish_row(const A &a, const Row &row, float top, float sum, bool stores = true) {
     float weight = 1.0f, sink = a.sink ? a.sink[row.h] * LOG2E : -INFINITY;
     if (sink > top) { /* the sink leads: everything else is weighed against it */
         weight = exp2_fast(top - sink);
@@ -1020,7 +1044,7 @@ DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, floa
     } else if (sink > -INFINITY) {
         sum += exp2_fast(sink - top);
     }
-    if (a.lse) a.lse[row.i * a.H + row.h] = sum == 0.0f ? -INFINITY : (top + log2f(sum)) * LN2;
+    if (stores && a.lse) a.lse[row.i * a.H + row.h] = sum == 0.0f ? -INFINITY : (top + log2f(sum)) * LN2;
     return sum == 0.0f ? 0.0f : weight / sum; /* no key at all: 0 */
 }
 
@@ -1037,54 +1061,65 @@ template <int N> DKV__DEVICE void store_out(const dkv_tensor &out, bool vector, 
     }
 }
 
-/* Merges row r of an item's pieces, by one warp. A piece without a finite logit holds zeros, or NaN to pass on. */
-template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
-                                                     const float *slots) {
-    constexpr int N = D / 32, SLOT = M * (D + 2), FLIGHT = N < 8 ? 8 : 4; /* slots whose loads are in flight */
+/* Merges columns [j0, j0 + 32 N) of row r of an item's pieces, by one warp. A piece without a finite logit holds zeros,
+   or NaN to pass on. first: slot of the lane's piece among the first 32, or -1; some: any piece's, loaded in place of
+   those that are not there, since ptxas has a load with a condition wait for the one before. */
+template <int M, int D, int N> DKV__DEVICE void combine_row(const Target &a, const Row &row, int r, int j0,
+                                                            const Pieces &p, int first, int some,
+                                                            const float *slots) {
+    constexpr int SLOT = M * (D + 2), FLIGHT = N > 2 ? 32 / N : M == 16 ? 20 : 12; /* slots in flight */
     const int     lane = threadIdx.x & 31, n = p.last - p.first + 1;
     float         top = -INFINITY, sum = 0.0f, o[N] = {};
+#pragma unroll 1
     for (int c = p.first + 32; n > 32 && c <= p.last; c += 32) { /* the first 32 are read once, below */
         int slot = piece_slot(p, c + lane);
         if (slot >= 0) top = fmaxf(top, __ldcg(slots + (int64_t)slot * SLOT + M * D + r));
     }
+    const float *columns = slots + r * D + j0 + lane * N;
+#pragma unroll 1
     for (int c = 0; c < n; c += 32) {
-        int          slot = piece_slot(p, p.first + c + lane);
-        const float *s = slots + (int64_t)most(slot, 0) * SLOT;
-        float own = slot < 0 ? -INFINITY : __ldcg(s + M * D + r), part = slot < 0 ? 0.0f : __ldcg(s + M * (D + 1) + r);
-        if (c == 0) {
-            top = fmaxf(top, own);
-            for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-        }
-        float weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
-        sum += weight * part;
-        weight = slot < 0 ? 0.0f : weight;
+        const int      slot = c ? piece_slot(p, p.first + c + lane) : first, safe = slot < 0 ? some : slot;
+        const unsigned there = __ballot_sync(~0u, slot >= 0);
+        const float   *s = slots + (int64_t)safe * SLOT + M * D + r;
+        const float    own = __ldcg(s), part = __ldcg(s + M);
+        float          weight = 0.0f;
+#pragma unroll 1
         for (int j = 0; j < least(n - c, 32); j += FLIGHT) {
             float x[FLIGHT][N];
 #pragma unroll
             for (int k = 0; k < FLIGHT; k++) {
-                int from = __shfl_sync(~0u, slot, j + k);
+                const float *y = columns + (int64_t)__shfl_sync(~0u, safe, j + k) * SLOT;
 #pragma unroll
-                for (int u = 0; u < N; u += 2) {
-                    float2 y = from < 0 ? float2{0.0f, 0.0f}
-                                        : __ldcg((const float2 *)(slots + (int64_t)from * SLOT + r * D + lane * N + u));
-                    x[k][u] = y.x, x[k][u + 1] = y.y;
+                for (int u = 0; u < N; u += 2) *(float2 *)&x[k][u] = __ldcg((const float2 *)(y + u));
+            }
+            if (j == 0) { /* while they come */
+                if (c == 0) {
+                    top = fmaxf(top, slot < 0 ? -INFINITY : own);
+                    for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
                 }
+                weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
+                sum += slot < 0 ? 0.0f : weight * part;
             }
 #pragma unroll
             for (int k = 0; k < FLIGHT; k++) {
-                float w = __shfl_sync(~0u, weight, j + k);
+                const float w = __shfl_sync(~0u, weight, j + k);
+                if (j + k >= 32 || !(there >> (j + k & 31) & 1)) continue;
 #pragma unroll
                 for (int u = 0; u < N; u++) o[u] += w * x[k][u];
             }
         }
     }
     for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
-    float weight = 0.0f;
-    if (lane == 0) weight = finish_row(a, row, top, sum);
-    weight = __shfl_sync(~0u, weight, 0);
+    const float weight = finish_row(a, row, top, sum, lane == 0 && j0 == 0);
 #pragma unroll
     for (int u = 0; u < N; u++) o[u] *= weight;
-    store_out<N>(a.out, a.out_vector, a.d_v, row, lane * N, o);
+    store_out<N>(a.out, a.out_vector, a.d_v, row, j0 + lane * N, o);
+}
+
+template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
+                                                     const float *slots) {
+    combine_row<M, D, D / 32>(target_of(a), row, r, 0, p, piece_slot(p, p.first + (threadIdx.x & 31)),
+                              piece_slot(p, p.last), slots);
 }
 
 /* ---- softmax of a tile, in registers ---- */
@@ -1173,7 +1208,7 @@ template <int TYPE, int D, int RW> struct MmaShape {
     static constexpr int KEYS = BYTES == 1 ? 2 * TILE : TILE; /* of a context tile */
     static constexpr int PITCH = BYTES * D < 128 ? BYTES * D : 128;
     static constexpr int STAGE = TILE * D * 2;
-    static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 6 : 3;
+    static constexpr int MOST_STAGES = D == 64 ? 6 : 3; /* more bytes under way would only keep other loads waiting */
     static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart */
     static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 256 + 2 * (int)sizeof(Piece);
 };
@@ -1210,7 +1245,7 @@ __device__ __noinline__ void load_rows(const Piece &p, int which, int64_t row, c
 /* The same by TMA where that takes it. */
 template <int BYTES, int D, int ROWS>
 DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uint64_t *full, bool tma,
-                           uint64_t policy) {
+                           uint64_t policy, const CUtensorMap *maps = NULL) {
 #if __CUDA_ARCH__ >= 900
     if (tma) {
         constexpr int    PITCH = BYTES * D < 128 ? BYTES * D : 128;
@@ -1219,7 +1254,7 @@ DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uin
         if ((threadIdx.x & 31) == 0) {
             bar_expect(full, ROWS * D * BYTES);
             for (int i = 0; i < BYTES * D / PITCH; i++) {
-                tma_load(shared_address(to) + i * ROWS * PITCH, &a.map[which], i * (PITCH / BYTES),
+                tma_load(shared_address(to) + i * ROWS * PITCH, (maps ? maps : a.map) + which, i * (PITCH / BYTES),
                          (int)(row + (packed ? p.base : 0)), packed ? 0 : p.g, full, policy);
             }
         }
@@ -1246,17 +1281,24 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
     for (int k0 = 0; k0 < ROWS; k0 += STEP) {
         uint32_t raw[STEP][N / 2];
         float    x[STEP][N];
+        if (direct) { /* without a condition, so that no load waits for another */
+#pragma unroll
+            for (int k = 0; k < STEP; k++) {
+                const Row   row = row_of(p, warp * ROWS + k0 + k);
+                const char *from = row.real && inside ? at(t, row.i, row.h) + lane * N * 2 : (const char *)p.a;
+#pragma unroll
+                for (int u = 0; u < N; u += 2) raw[k][u / 2] = ((const uint32_t *)from)[u / 2];
+            }
+        }
 #pragma unroll
         for (int k = 0; k < STEP; k++) {
             const Row   row = row_of(p, warp * ROWS + k0 + k);
             const char *from = at(t, row.i, row.h);
+            const bool  real = row.real && inside;
 #pragma unroll
-            for (int u = 0; u < N; u += 2) {
-                const bool real = row.real && inside;
-                raw[k][u / 2] = direct && real ? ((const uint32_t *)from)[(lane * N + u) / 2] : 0;
-                if (direct) continue;
-                x[k][u] = real ? element_called(from + (lane * N + u) * t.stride_dim, t.type) : 0.0f;
-                x[k][u + 1] = real ? element_called(from + (lane * N + u + 1) * t.stride_dim, t.type) : 0.0f;
+            for (int u = 0; u < N; u++) {
+                if (direct) x[k][u] = real ? (float)((const T *)&raw[k][u / 2])[u & 1] : 0.0f;
+                else x[k][u] = real ? element_called(from + (lane * N + u) * t.stride_dim, t.type) : 0.0f;
             }
         }
 #pragma unroll
@@ -1266,7 +1308,6 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
             int       shift = 0; /* of the exponent: the largest element becomes 2^13 .. 2^14 */
 #pragma unroll
             for (int u = 0; u < N; u++) {
-                if (direct) x[k][u] = (float)((const T *)&raw[k][u / 2])[u & 1];
                 x[k][u] *= w[u];
                 peak = fmaxf(peak, fabsf(x[k][u]));
             }
@@ -1413,80 +1454,85 @@ template <int N> DKV__DEVICE void scale_rows(float (&o)[N][4], const float (&w)[
     }
 }
 
-/* All warps' parts of a piece meet: into the output, or the piece's slot. */
+/* Rows of block m that are queries. */
+template <int M> DKV__DEVICE int real_rows(const Piece &p) { return least(M, p.N_q * p.G - p.m * M); }
+
+/* All warps' parts of a piece meet: into the output, or the piece's slot. Columns in passes: few rows take one. */
 template <int TYPE, int D, int RW>
-DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4], const float (&top)[2],
-                              float (&sum)[2], float *red, float *tops, float *sums, float *weight) {
+DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D / 8][4], const float (&top)[2],
+                              const float (&sum)[2], float *red, float *tops, float *sums) {
     typedef MmaShape<TYPE, D, RW> S;
     constexpr int                 M = S::M, TW = S::TW;
-    const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4, rw = warp % RW;
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4;
+    const int real = real_rows<M>(p), bits = least(real <= 4 ? 7 : real <= 8 ? 6 : 5, D == 64 ? 6 : 7);
+    const int wide = 1 << bits, pitch = wide + 8; /* columns of a pass */
+    const int height = real <= 4 ? 4 : real <= 8 ? 8 : 16; /* rows of a warp */
     for (int i = 0; i < 2; i++) {
-        sum[i] = quad_sum(sum[i]);
-        if (t == 0) tops[warp * 16 + r + 8 * i] = top[i], sums[warp * 16 + r + 8 * i] = sum[i];
+        float all = quad_sum(sum[i]);
+        if (t == 0) tops[warp * 16 + r + 8 * i] = top[i], sums[warp * 16 + r + 8 * i] = all;
     }
-    named_sync(1, S::THREADS);
-    float own[2];
-    for (int i = 0; i < 2; i++) {
-        float all = -INFINITY;
-        for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(rw + RW * j) * 16 + r + 8 * i]);
-        own[i] = top[i] == -INFINITY ? 1.0f : exp2_fast(top[i] - all);
-    }
-    scale_rows(o, own);
-    float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
-    for (int row = tid; row < M; row += S::THREADS) {
-        float all = -INFINITY, total = 0.0f;
-        for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(row / 16 + RW * j) * 16 + row % 16]);
-        for (int j = 0; j < TW; j++) {
-            float x = tops[(row / 16 + RW * j) * 16 + row % 16];
-            total += sums[(row / 16 + RW * j) * 16 + row % 16] * (x == -INFINITY ? 1.0f : exp2_fast(x - all));
-        }
-        Row q = row_of(p, row);
-        weight[row] = 1.0f;
-        if (!p.whole) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
-        else if (q.real) weight[row] = finish_row(*p.a, q, all, total);
-    }
+    float           *slot = w.slots + (int64_t)p.slot * M * (D + 2);
     const dkv_tensor out = p.a->out;
     const bool       vector = p.a->out_vector;
     const int        d = p.a->d_v;
-    for (int d0 = 0; d0 < D; d0 += 32) {
+#pragma unroll 1
+    for (int d0 = 0; d0 < D; d0 += wide) {
+        if (d0) named_sync(1, S::THREADS);
+        float *to = red + (warp * height + r) * pitch + 2 * t - d0;
 #pragma unroll
         for (int n = 0; n < D / 8; n++) { /* registers want constant indices */
-            if (n / 4 != d0 / 32) continue;
-            float *to = red + (warp * 16 + r) * 40 + n % 4 * 8 + 2 * t;
-            *(float2 *)to = float2{o[n][0], o[n][1]};
-            *(float2 *)(to + 8 * 40) = float2{o[n][2], o[n][3]};
+            if (8 * n < d0 || 8 * n >= d0 + wide) continue;
+            if (r < height) *(float2 *)(to + 8 * n) = float2{o[n][0], o[n][1]};
+            if (height == 16) *(float2 *)(to + 8 * pitch + 8 * n) = float2{o[n][2], o[n][3]};
         }
         named_sync(1, S::THREADS);
-        for (int i = tid; i < M * 16; i += S::THREADS) {
-            int   row = i / 16, j = i % 16 * 2;
-            float x[2] = {0.0f, 0.0f};
+#pragma unroll 1
+        for (int i = tid; i < real * wide / 2; i += S::THREADS) {
+            const int row = 2 * i >> bits, j = 2 * i & (wide - 1);
+            float     x[2] = {0.0f, 0.0f}, all = -INFINITY, total = 0.0f;
+#pragma unroll
+            for (int k = 0; k < TW; k++) all = fmaxf(all, tops[row + 16 * RW * k]);
+#pragma unroll
             for (int k = 0; k < TW; k++) {
-                float2 y = *(float2 *)(red + ((row / 16 + RW * k) * 16 + row % 16) * 40 + j);
-                x[0] += y.x, x[1] += y.y;
+                const float  own = tops[row + 16 * RW * k], weight = own == -INFINITY ? 1.0f : exp2_fast(own - all);
+                const float2 y = *(float2 *)(red + ((row / 16 + RW * k) * height + row % 16) * pitch + j);
+                x[0] += weight * y.x, x[1] += weight * y.y;
+                total += weight * sums[row + 16 * RW * k];
             }
-            x[0] *= weight[row], x[1] *= weight[row];
-            if (p.whole) store_out<2>(out, vector, d, row_of(p, row), d0 + j, x);
-            else *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
+            if (p.whole) {
+                const Row   q = row_of(p, row);
+                const float weight = finish_row(*p.a, q, all, total, d0 + j == 0);
+                x[0] *= weight, x[1] *= weight;
+                store_out<2>(out, vector, d, q, d0 + j, x);
+            } else {
+                *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
+                if (d0 + j == 0) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
+            }
         }
-        named_sync(1, S::THREADS);
     }
 }
 
 /* The CTA that finds itself the last of an item's pieces merges them all, in order; by all consumer warps. */
 template <class S, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, int *flag) {
+    const Target to = target_of(*p.a);
     named_sync(1, S::THREADS);
     if (threadIdx.x == 0) {
-        __threadfence(); /* of all the warps' writes before the barrier */
-        *flag = atomicAdd(w.arrived + p.item, 1) == p.all.count - 1;
+        int before; /* releases all the warps' writes before the barrier */
+        asm volatile("atom.release.gpu.global.add.s32 %0, [%1], 1;"
+                     : "=r"(before) : "l"(w.arrived + p.item) : "memory");
+        *flag = before == p.all.count - 1;
+        if (*flag) asm volatile("fence.acq_rel.gpu;" ::: "memory"); /* which empties L1 */
         if (*flag) w.arrived[p.item] = 0;
-        __threadfence();
     }
+    const Pieces all = p.all; /* meanwhile */
+    const int    first = piece_slot(all, all.first + (threadIdx.x & 31)), some = piece_slot(all, all.last);
     named_sync(1, S::THREADS);
-    if (*flag) {
-        for (int r = threadIdx.x / 32; r < S::M; r += S::WARPS) {
-            Row row = row_of(p, r);
-            if (row.real) combine_row<S::M, D>(*p.a, row, r, p.all, w.slots);
-        }
+    if (!*flag) return;
+    constexpr int PARTS = D / 64;
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < real_rows<S::M>(p) * PARTS; i += S::WARPS) {
+        const int r = i / PARTS;
+        combine_row<S::M, D, 2>(to, row_of(p, r), r, i % PARTS * 64, all, first, some, w.slots);
     }
 }
 
@@ -1504,13 +1550,9 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     int      *flag = (int *)(piece_empty + 2);
     Piece    *pieces = (Piece *)(full + 32); /* what to do comes from the producer; no attention: the end */
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) {
-#pragma unroll 1
-        for (int i = 0; i < w.stages; i++) {
-            bar_init(full + i, w.tma ? 1 : 32);
-            bar_init(empty + i, S::WARPS);
-        }
-        for (int i = 0; i < 2; i++) bar_init(piece_full + i, 1), bar_init(piece_empty + i, S::WARPS);
+    if (warp == S::WARPS) {
+        if (lane < w.stages) bar_init(full + lane, w.tma ? 1 : 32), bar_init(empty + lane, S::WARPS);
+        if (lane < 2) bar_init(piece_full + lane, 1), bar_init(piece_empty + lane, S::WARPS);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -1522,12 +1564,12 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     uint32_t phase = 0;
 
     if (warp == S::WARPS) { /* the producer */
-        uint64_t         policy = 0;
-        const Attention *known = NULL; /* whose tensor maps may be used */
+        uint64_t           policy = 0;
+        const Attention   *known = w.attentions; /* whose tensor maps may be used */
+        const CUtensorMap *maps = w.single ? w.map : w.attentions->map;
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
-        if (w.tma && lane < SOURCES) tma_acquire(&w.attentions->map[lane]); /* most batches are of one */
-        known = w.attentions;
+        if (w.tma && !w.single && lane < SOURCES) tma_acquire(&maps[lane]);
         __syncwarp();
 #endif
         touch(w.attentions, w.items, w.lengths, lane); /* after the fence, which empties L1 */
@@ -1543,13 +1585,16 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             }
             if (!p.a) return;
 #if __CUDA_ARCH__ >= 900
-            if (w.tma && p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
-            known = p.a;
-            __syncwarp();
+            if (w.tma && p.a != known) {
+                known = p.a, maps = p.a->map;
+                if (lane < SOURCES) tma_acquire(&maps[lane]);
+                __syncwarp();
+            }
 #endif
             const int full_ring = least(2 * p.tile + w.stages, 2 * p.end) - 1;
+#pragma unroll 1
             for (int i = 2 * p.tile; i < 2 * p.end; i++) {
-                int tile = i / 2, v = i & 1;
+                const int tile = i / 2, v = i & 1;
                 if (i == full_ring && !p.whole) { /* seen by all with the tile that follows */
                     complete(p, walk, w);
                     if (lane == 0) pieces[turn.stage].all = p.all;
@@ -1559,10 +1604,10 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
                 char *to = ring + stage * S::STAGE;
                 if (tile < p.context) {
                     load_tile<S::BYTES, D, S::KEYS>(p, CONTEXT_K + v, (int64_t)tile * S::KEYS, to, full + stage, w.tma,
-                                                    policy);
+                                                    policy, maps);
                 } else {
                     load_tile<2, D, TILE>(p, TAIL_K + v, (int64_t)(tile - p.context) * TILE, to, full + stage, w.tma,
-                                          policy);
+                                          policy, maps);
                 }
                 if (++stage == w.stages) stage = 0, phase ^= 1;
             }
@@ -1641,8 +1686,8 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
         if (EIGHT && p.tile < p.context && p.end <= p.context && p.tile < p.end) {
             straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
         }
-        named_sync(1, S::THREADS); /* weight held the rows' factors */
-        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, weight);
+        if (p.tile >= p.end) named_sync(1, S::THREADS); /* what the piece before left is read no more */
+        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums);
         if (!p.whole && w.arrived) combine_last<S, D>(p, w, flag);
         __syncwarp();
         if (lane == 0) bar_arrive(piece_empty + turn.stage);
@@ -2029,7 +2074,7 @@ template <int M, int D> __global__ void __launch_bounds__(256) combine(const __g
     const int    item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
     const Item  &x = w.items[item];
     int          units, unit = units_before(w, item, &units);
-    const Pieces q = pieces_of(unit, item_units(w, x), units, ctas / w.blocks, w.blocks, blockIdx.z);
+    const Pieces q = pieces_of(unit, item_units(w, x), units, ctas / w.blocks, w.blocks, blockIdx.z, START);
     if (q.count == 1) return;
     const int R = (int)blockIdx.z * M + r, i = R / x.G;
     const Row row = {i, x.g * x.G + R - i * x.G, i < x.N_q};
@@ -2324,6 +2369,7 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     work->type = b.type;
     work->d = b.d;
     work->tma = b.tma;
+    if (n == 1) memcpy(work->map, x.map, sizeof work->map);
     work->shared = dev.shared;
     work->overlap = dev.arch >= 90;
     return DKV_OK;
@@ -2383,7 +2429,11 @@ extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
                k->blocks,
                k->split,
                k->tma,
-               0};
+               0,
+               k->n == 1,
+               most(k->ctas / k->blocks, 1)};
+    w.inverse = ((uint64_t)1 << 63) / (uint64_t)w.groups + 1;
+    memcpy(w.map, k->map, sizeof w.map);
     if (!k->items || !k->longest) return DKV_OK;
     if (k->d == 64) return launch_d<64>(w, *k, (cudaStream_t)stream);
     if (k->d == 128) return launch_d<128>(w, *k, (cudaStream_t)stream);
