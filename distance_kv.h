@@ -1221,6 +1221,7 @@ DKV__PRIVATE DKV__AVX2 void dkv__load_avx2(float *dst, const void *src, dkv_type
     const char *p = (const char *)src;
     int64_t     i = 0, e = dkv_type_bytes(type);
     for (; !dkv__scaled(type) && i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, dkv__load8_avx2(p + i * e, type));
+    _mm256_zeroupper(); /* gcc leaves it out before a tail call, and SSE code after that crawls */
     dkv__load_scalar(dst + i, p + i * e, type, n - i);
 }
 
@@ -1247,6 +1248,7 @@ DKV__PRIVATE DKV__AVX2 void dkv__store_avx2(void *dst, dkv_type type, const floa
         __m128i h = type == DKV_F16 ? _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT) : dkv__bf16x8_avx2(x);
         _mm_storeu_si128((__m128i *)(p + i * e), h);
     }
+    _mm256_zeroupper();
     dkv__store_scalar(p + i * e, type, src + i, n - i);
 }
 
@@ -1255,14 +1257,15 @@ DKV__AVX2_INLINE void dkv__scores_body_avx2(float *s, const float *q, int64_t ld
                                             int64_t d, const int R, const int NB) {
     const int64_t block = dkv__k_block_bytes(type, d);
     const int     step = dkv__k_step(type);
+    const char   *ahead = k + DKV__AHEAD;
     __m256        sum[6][2][2];
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int b = 0; b < NB; b++) sum[r][b][0] = sum[r][b][1] = _mm256_setzero_ps();
     }
-    for (int64_t j = 0; j < d; j += step, k += 64) {
+    for (int64_t j = 0; j < d; j += step, k += 64, ahead += 64 * NB) {
         DKV__UNROLL for (int b = 0; b < NB; b++) {
             const char *p = k + b * block;
-            _mm_prefetch(p + DKV__AHEAD, _MM_HINT_T1);
+            _mm_prefetch(ahead + b * 64, _MM_HINT_T1);
             DKV__UNROLL for (int i = 0; i < step; i++) {
                 __m256 lo = dkv__k8_avx2(p, type, 0, i), hi = dkv__k8_avx2(p, type, 8, i);
                 DKV__UNROLL for (int r = 0; r < R; r++) {
@@ -1380,8 +1383,9 @@ DKV__PRIVATE DKV__AVX2 void dkv__softmax_avx2(float *s, float *max, float *sum, 
 
 /* R rows x NC strips of 16 columns of o, kept in 2 * R * NC registers */
 DKV__AVX2_INLINE void dkv__mix_body_avx2(float *o, int64_t ldo, const float *p, const float *alpha, const char *v,
-                                         dkv_type type, int64_t dv, int64_t n, const int R, const int NC) {
-    const int64_t e = dkv_type_bytes(type);
+                                         const char *ahead, dkv_type type, int64_t dv, int64_t n, const int R,
+                                         const int NC) {
+    const int64_t line = dkv_type_bytes(type) * 16;
     __m256        sum[6][2][2];
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int c = 0; c < NC; c++) {
@@ -1393,7 +1397,7 @@ DKV__AVX2_INLINE void dkv__mix_body_avx2(float *o, int64_t ldo, const float *p, 
     for (int64_t t = 0; t < n; t++) {
         DKV__UNROLL for (int c = 0; c < NC; c++) {
             __m256 lo = dkv__v8_avx2(v, type, dv, t, c * 16), hi = dkv__v8_avx2(v, type, dv, t, c * 16 + 8);
-            if (c * 16 * e % 64 == 0) _mm_prefetch(v + (t * dv + c * 16) * e + DKV__AHEAD, _MM_HINT_T1);
+            if (c * line % 64 == 0) _mm_prefetch(ahead + (t * NC + c) * line, _MM_HINT_T1);
             DKV__UNROLL for (int r = 0; r < R; r++) {
                 __m256 w = _mm256_broadcast_ss(p + r * DKV__TILE + t);
                 sum[r][c][0] = _mm256_fmadd_ps(w, lo, sum[r][c][0]);
@@ -1412,12 +1416,13 @@ DKV__AVX2_INLINE void dkv__mix_body_avx2(float *o, int64_t ldo, const float *p, 
 DKV__AVX2_INLINE void dkv__mix_columns_avx2(float *o, int64_t ldo, const float *p, const float *alpha, const char *v,
                                             dkv_type type, int64_t dv, int64_t n, const int R) {
     const int     NC = R <= 3 ? 2 : 1;
-    const int64_t column = type == DKV_BF16 ? 4 : dkv_type_bytes(type);
+    const int64_t e = dkv_type_bytes(type), column = type == DKV_BF16 ? 4 : e;
+    const char   *ahead = v + DKV__AHEAD;
     int64_t       j = 0;
-    for (; j + NC * 16 <= dv; j += NC * 16) {
-        dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, NC);
+    for (; j + NC * 16 <= dv; j += NC * 16, ahead += NC * 16 * n * e) {
+        dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, NC);
     }
-    if (j < dv) dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, 1);
+    if (j < dv) dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, 1);
 }
 
 DKV__AVX2_INLINE void dkv__mix_rows_avx2(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
@@ -1498,16 +1503,17 @@ DKV__AVX512_INLINE void dkv__scores_body_avx512(float *s, const float *q, int64_
                                                 int64_t d, const int R, const int NB) {
     const int64_t block = dkv__k_block_bytes(type, d);
     const int     step = dkv__k_step(type);
-    __m512        sum[4][4];
+    __m512        sum[8][4];
+    const char   *ahead = k + DKV__AHEAD;
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int b = 0; b < NB; b++) sum[r][b] = _mm512_setzero_ps();
     }
-    for (int64_t j = 0; j < d; j += step, k += 64) {
+    for (int64_t j = 0; j < d; j += step, k += 64, ahead += 64 * NB) {
         DKV__UNROLL for (int i = 0; i < step; i++) {
             __m512 kb[4];
             DKV__UNROLL for (int b = 0; b < NB; b++) {
                 kb[b] = dkv__k16_avx512(k + b * block, type, i);
-                if (i == 0) _mm_prefetch(k + b * block + DKV__AHEAD, _MM_HINT_T1);
+                if (i == 0) _mm_prefetch(ahead + b * 64, _MM_HINT_T1);
             }
             DKV__UNROLL for (int r = 0; r < R; r++) {
                 __m512 x = _mm512_set1_ps(q[r * ldq + j + i]);
@@ -1523,9 +1529,10 @@ DKV__AVX512_INLINE void dkv__scores_body_avx512(float *s, const float *q, int64_
 DKV__AVX512_INLINE void dkv__scores_blocks_avx512(float *s, const float *q, int64_t ldq, const char *k, dkv_type type,
                                                   int64_t d, int64_t n, const int R) {
     const int64_t block = dkv__k_block_bytes(type, d);
+    const int     NB = R <= 4 ? 4 : 2;
     int64_t       t = 0;
-    for (; t + 3 * DKV__BLOCK < n; t += 4 * DKV__BLOCK) {
-        dkv__scores_body_avx512(s + t, q, ldq, k + t / DKV__BLOCK * block, type, d, R, 4);
+    for (; t + (NB - 1) * DKV__BLOCK < n; t += NB * DKV__BLOCK) {
+        dkv__scores_body_avx512(s + t, q, ldq, k + t / DKV__BLOCK * block, type, d, R, NB);
     }
     for (; t < n; t += DKV__BLOCK) {
         dkv__scores_body_avx512(s + t, q, ldq, k + t / DKV__BLOCK * block, type, d, R, 1);
@@ -1535,12 +1542,16 @@ DKV__AVX512_INLINE void dkv__scores_blocks_avx512(float *s, const float *q, int6
 DKV__AVX512_INLINE void dkv__scores_rows_avx512(float *s, const float *q, int64_t ldq, int64_t m, const char *k,
                                                 dkv_type type, int64_t d, int64_t n) {
     for (int64_t r = 0, R; r < m; r += R, s += R * DKV__TILE, q += R * ldq) {
-        R = dkv__group_rows(m - r, 4);
+        R = dkv__group_rows(m - r, 8);
         switch (R) {
         case 1: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 1); break;
         case 2: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 2); break;
         case 3: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 3); break;
-        default: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 4); break;
+        case 4: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 4); break;
+        case 5: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 5); break;
+        case 6: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 6); break;
+        case 7: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 7); break;
+        default: dkv__scores_blocks_avx512(s, q, ldq, k, type, d, n, 8); break;
         }
     }
 }
@@ -1602,10 +1613,11 @@ DKV__PRIVATE DKV__AVX512 void dkv__softmax_avx512(float *s, float *max, float *s
 
 /* R rows x NC strips of 16 columns of o, kept in R * NC <= 16 registers */
 DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float *p, const float *alpha, const char *v,
-                                             dkv_type type, int64_t dv, int64_t n, const int R, const int NC) {
+                                             const char *ahead, dkv_type type, int64_t dv, int64_t n, const int R,
+                                             const int NC) {
     const int64_t e = dkv_type_bytes(type);
-    const int     step = type == DKV_BF16 ? 2 : 1;
-    __m512        sum[4][4];
+    const int     step = type == DKV_BF16 ? 2 : 1, line = (int)e * 16 * step;
+    __m512        sum[8][4];
     DKV__UNROLL for (int r = 0; r < R; r++) {
         DKV__UNROLL for (int c = 0; c < NC; c++) {
             sum[r][c] = _mm512_mul_ps(_mm512_set1_ps(alpha[r]), _mm512_loadu_ps(o + r * ldo + c * 16));
@@ -1617,9 +1629,7 @@ DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float 
             __m512 vc[4];
             DKV__UNROLL for (int c = 0; c < NC; c++) {
                 vc[c] = dkv__v16_avx512(v, type, dv, t, i, c * 16);
-                if (i == 0 && c * 16 * e * step % 64 == 0) {
-                    _mm_prefetch(v + (t * dv + c * 16 * step) * e + DKV__AHEAD, _MM_HINT_T1);
-                }
+                if (i == 0 && c * line % 64 == 0) _mm_prefetch(ahead + t / step * NC * line + c * line, _MM_HINT_T1);
             }
             DKV__UNROLL for (int r = 0; r < R; r++) {
                 __m512 w = _mm512_set1_ps(p[r * DKV__TILE + t + i]);
@@ -1634,23 +1644,31 @@ DKV__AVX512_INLINE void dkv__mix_body_avx512(float *o, int64_t ldo, const float 
 
 DKV__AVX512_INLINE void dkv__mix_columns_avx512(float *o, int64_t ldo, const float *p, const float *alpha,
                                                 const char *v, dkv_type type, int64_t dv, int64_t n, const int R) {
-    const int64_t column = type == DKV_BF16 ? 4 : dkv_type_bytes(type);
+    const int64_t e = dkv_type_bytes(type), column = type == DKV_BF16 ? 4 : e;
+    const int     NC = R <= 4 ? 4 : 2;
+    const char   *ahead = v + DKV__AHEAD;
     int64_t       j = 0;
-    for (; j + 64 <= dv; j += 64) {
-        dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, 4);
+    for (; j + NC * 16 <= dv; j += NC * 16, ahead += NC * 16 * n * e) {
+        dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, NC);
     }
-    for (; j < dv; j += 16) dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, type, dv, n, R, 1);
+    for (; j < dv; j += 16, ahead += 16 * n * e) {
+        dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, 1);
+    }
 }
 
 DKV__AVX512_INLINE void dkv__mix_rows_avx512(float *o, int64_t ldo, const float *p, const float *alpha, int64_t m,
                                              const char *v, dkv_type type, int64_t dv, int64_t n) {
     for (int64_t r = 0, R; r < m; r += R, o += R * ldo, p += R * DKV__TILE, alpha += R) {
-        R = dkv__group_rows(m - r, 4);
+        R = dkv__group_rows(m - r, 8);
         switch (R) {
         case 1: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 1); break;
         case 2: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 2); break;
         case 3: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 3); break;
-        default: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 4); break;
+        case 4: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 4); break;
+        case 5: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 5); break;
+        case 6: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 6); break;
+        case 7: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 7); break;
+        default: dkv__mix_columns_avx512(o, ldo, p, alpha, v, type, dv, n, 8); break;
         }
     }
 }
@@ -2862,7 +2880,8 @@ DKV_API dkv_result dkv_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *pack
    ========================================================================== */
 
 #define DKV__ROW_BLOCK 192 /* query rows that share one conversion of a strided tile; q and o stay in L2 */
-#define DKV__CHUNKS    64  /* at most, of one row block: balance over as many threads */
+#define DKV__CHUNKS    64  /* at most, of one row block: balance over as many threads; */
+#define DKV__CHUNK     4   /* tiles, unless that gives fewer than 16 chunks; chunks of one are 3 % slower */
 #define DKV__PARTIALS  1024 /* partial rows of one KV head, at most: bounds the workspace, whatever N_q */
 
 typedef struct dkv__item {
@@ -2931,7 +2950,8 @@ DKV__PRIVATE int dkv__next_item(dkv__item *it, const dkv__schedule *s) {
         it->rows = dkv__min(dkv__query_rows(it->a) - it->row, DKV__ROW_BLOCK);
     }
     int64_t tiles = dkv__tiles(it->a, it->g, it->row + it->rows);
-    int64_t step = dkv__max(dkv__ceil_div(tiles, dkv__most_chunks(it->a)), 1);
+    int64_t few = dkv__min(dkv__ceil_div(tiles, 16), DKV__CHUNK);
+    int64_t step = dkv__max(dkv__max(dkv__ceil_div(tiles, dkv__most_chunks(it->a)), few), 1);
     it->chunks = dkv__max(dkv__ceil_div(tiles, step), 1);
     it->tile = it->chunk * step;
     it->tiles = dkv__min(tiles - it->tile, step);

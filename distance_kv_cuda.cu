@@ -2873,10 +2873,11 @@ namespace {
            mma.sync: 128 rows, 64 at D = 256
    CTA     two warpgroups count while a warp loads K. Each has two accumulators: one is counted while the other is
            being multiplied. They are two groups of rows, or where these are few, of one group's tiles every second.
-           A head begins with a stage lent by the producer: consumers gather the sources' keys in it, and S's diagonal
-           is what they compare with
-   why     rows want many keys for each K that comes from L2, and wgmma two products in flight; K is read once, as CTAs
-           of all row blocks run through the same keys together
+           The first stages are lent by the producer: consumers gather the sources' keys in them, and S's diagonal is
+           what they compare with
+   why     256 rows for every K that comes from L2, and products in flight while others are counted: 4,096 rows over
+           130816 keys at D 128 run at 734 TF/s on an H200 where cuBLAS has 687. CTAs of all row blocks run through the
+           same keys together, so K is read once: 64 rows take 70 us, reading alone 61
    limits  16-bit keys, at most 2^31 of them; wgmma: D 64 and 128, sources that TMA takes                          */
 
 struct Asked { int32_t x, i; int64_t source; }; /* question, its query, row of the context */
@@ -2886,7 +2887,7 @@ struct Probe { /* kernel parameter */
     const Head      *heads;  /* of the context */
     const Asked     *asked;  /* [n], question after question */
     int64_t         *rank;   /* [queries of all][H], -1 before */
-    int32_t          n, n_questions, G, H, Hkv, d, blocks, tma, stages;
+    int32_t          n, n_questions, bytes, G, H, Hkv, d, blocks, ctas, tma, stages; /* ctas: of a head and row block */
     DKV__DEVICE void look_at(const void *block) { /* questions, heads and asked, one after another */
         questions = (const Attention *)block;
         heads = (const Head *)(questions + n_questions);
@@ -2909,6 +2910,13 @@ struct Turn { /* a place in a ring of n stages */
     }
 };
 
+/* Brings the block near before anyone asks for it. */
+DKV__DEVICE void touch_block(const void *block, int bytes) {
+    uint32_t x;
+    if ((int)threadIdx.x * 128 < bytes)
+        asm volatile("ld.u32 %0, [%1];" : "=r"(x) : "l"((const char *)block + threadIdx.x * 128));
+}
+
 struct RowBlock { int first, rows; }; /* of all rows, those of a CTA */
 
 DKV__DEVICE Asked asked(const Probe &p, const RowBlock &b, int row) { /* rows behind the end are like the last */
@@ -2916,45 +2924,24 @@ DKV__DEVICE Asked asked(const Probe &p, const RowBlock &b, int row) { /* rows be
 }
 DKV__DEVICE int head_of(const Probe &p, const RowBlock &b, int g, int row) { return g * p.G + (b.first + row) % p.G; }
 
-/* What a CTA runs through: a share of the tiles of all KV heads, each the context's, then the tails' of the questions
-   that its rows belong to. */
-struct Stretch { int g, x, tile, end; }; /* tiles of the context, x < 0, or of question x's tail */
-struct ProbeWalk { int first, tails, g, at, left; }; /* first question, tiles of tails; place in head g, tiles to do */
+/* A CTA runs through every ctas-th tile of a line: those of the context under its head, then of the tails of the
+   questions that its rows belong to. CTAs of a head read what lies together, not as many far places. */
+struct Stretch { int x, tile, n, tiles; }; /* n tiles from `tile` on, of the context, x < 0, or question x's tail */
 
-DKV__DEVICE int tail_tiles(const Probe &p, int x) { return (int)ceil_div(p.questions[x].tail, TILE); }
-DKV__DEVICE int context_tiles(const Probe &p, int g) { return (int)ceil_div(p.heads[g].rows, TILE); }
+DKV__DEVICE int of_warp(int x) { return __shfl_sync(~0u, x, 0); } /* tells the compiler that all lanes have the same */
 
-DKV__DEVICE ProbeWalk probe_walk(const Probe &p, const RowBlock &b) {
-    ProbeWalk w = {asked(p, b, 0).x, 0, 0, 0, 0};
-    const int last = asked(p, b, b.rows - 1).x, groups = gridDim.x / p.blocks, c = blockIdx.x / p.blocks;
-    int       units = 0;
-    for (int x = w.first; x <= last; x++) w.tails += tail_tiles(p, x);
-    for (int g = 0; g < p.Hkv; g++) units += context_tiles(p, g) + w.tails;
-    w.at = share(units, groups, c);
-    w.left = share(units, groups, c + 1) - w.at;
-    return w;
+DKV__DEVICE Stretch stretch(const Probe &p, int g, int x, int tile) {
+    const int tiles = of_warp((int)ceil_div(x < 0 ? p.heads[g].rows : p.questions[x].tail, TILE));
+    return Stretch{x, tile, most((tiles - tile + p.ctas - 1) / p.ctas, 0), tiles};
 }
-
-DKV__DEVICE bool probe_next(ProbeWalk &w, Stretch &s, const Probe &p) {
-    if (w.left <= 0) return false;
-    int context = context_tiles(p, w.g);
-    while (w.at >= context + w.tails) w.at -= context + w.tails, context = context_tiles(p, ++w.g);
-    s = Stretch{w.g, -1, w.at, context};
-    if (w.at >= context) {
-        s.x = w.first, s.tile = w.at - context;
-        while (s.tile >= tail_tiles(p, s.x)) s.tile -= tail_tiles(p, s.x++);
-        s.end = tail_tiles(p, s.x);
-    }
-    s.end = least(s.end, s.tile + w.left);
-    w.at += s.end - s.tile;
-    w.left -= s.end - s.tile;
-    return true;
+DKV__DEVICE Stretch stretch_after(const Probe &p, int g, const Stretch &s, int first) {
+    return stretch(p, g, s.x < 0 ? first : s.x + 1, s.tile + s.n * p.ctas - s.tiles);
 }
 
 /* Every second chunk of a row into row r of a tile, as T; from NULL: zeros. */
 template <class T, int D, int ROWS>
 DKV__DEVICE void gather_row(char *to, int r, int half, const char *from, const dkv_tensor &t, bool vector, int d) {
-#pragma unroll 4
+#pragma unroll 2
     for (int c = half; c < D / 8; c += 2) {
         const uint32_t dst = tile_offset<128, ROWS>(r, c);
         const bool     real = from && c * 8 < d;
@@ -2990,36 +2977,34 @@ DKV__DEVICE void gather_sources(const Probe &p, const RowBlock &b, int g, int ha
     }
 }
 
-/* Lends a stage for every half of the rows where a head begins, and fills the others; by one warp. */
+/* Lends a stage for every half of the rows, then fills them; by one warp. */
 template <int D>
-DKV__DEVICE void feed(const Probe &p, bool acquire, ProbeWalk walk, int halves, char *ring, uint64_t *full,
+DKV__DEVICE void feed(const Probe &p, bool acquire, int g, int first, int last, int halves, char *ring, uint64_t *full,
                       uint64_t *empty) {
     const int lane = threadIdx.x & 31;
     uint64_t  policy = 0;
     Piece     piece = {};
-    Stretch   y;
     Turn      turn = {0, p.stages, 0};
 #if __CUDA_ARCH__ >= 900
     policy = p.blocks == 1 ? policy_evict_first() : policy_evict_normal();
 #endif
-    for (int g = -1; probe_next(walk, y, p); g = y.g) {
-        const Attention &a = p.questions[most(y.x, 0)];
-        const int        which = y.x < 0 ? CONTEXT_K : TAIL_K;
-        for (int i = 0; y.g != g && i < halves; i++, turn.next()) {
-            bar_wait(empty + turn.stage, turn.phase ^ 1);
-            if (lane == 0 || !p.tma) bar_arrive(full + turn.stage);
-        }
-        piece.a = &a;
-        piece.g = y.g;
-        piece.rows = p.heads[y.g].rows;
-        piece.base = p.heads[y.g].base;
-        piece.length = a.tail;
+    for (int i = 0; i < halves; i++, turn.next()) {
+        if (lane == 0 || !p.tma) bar_arrive(full + turn.stage);
+    }
+    piece.g = g;
+    piece.rows = p.heads[g].rows;
+    piece.base = p.heads[g].base;
+    for (Stretch y = stretch(p, g, -1, (int)blockIdx.x / p.blocks % p.ctas); y.x <= last;
+         y = stretch_after(p, g, y, first)) {
+        const int which = y.x < 0 ? CONTEXT_K : TAIL_K;
+        piece.a = p.questions + most(y.x, 0);
+        piece.length = piece.a->tail;
 #if __CUDA_ARCH__ >= 900
-        if (acquire) tma_acquire(&a.map[which]);
+        if (acquire && y.n) tma_acquire(&piece.a->map[which]);
 #endif
-        for (int tile = y.tile; tile < y.end; tile++, turn.next()) {
+        for (int i = 0; i < y.n; i++, turn.next()) {
             bar_wait(empty + turn.stage, turn.phase ^ 1);
-            load_tile<2, D, TILE>(piece, which, (int64_t)tile * TILE, ring + turn.stage * TILE * D * 2,
+            load_tile<2, D, TILE>(piece, which, (int64_t)(y.tile + i * p.ctas) * TILE, ring + turn.stage * TILE * D * 2,
                                   full + turn.stage, p.tma, policy);
         }
     }
@@ -3079,7 +3064,7 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
     extern __shared__ __align__(1024) char shared[];
     char      *q = shared, *ring = q + S::Q;
     uint64_t  *full = (uint64_t *)(ring + p.stages * S::STAGE), *empty = full + S::MOST_STAGES;
-    const int  warp = __shfl_sync(~0u, threadIdx.x / 32, 0); /* so that the compiler knows it for one in all lanes */
+    const int  warp = of_warp((int)threadIdx.x / 32);
     const int  lane = threadIdx.x & 31, from = (int)(blockIdx.x % p.blocks) * M;
     const RowBlock b = {from, least(p.n * p.G - from, M)};
     const int  halves = (b.rows + HALF - 1) / HALF, groups = b.rows > 64 ? S::GROUPS : 1; /* warpgroups with rows */
@@ -3092,16 +3077,16 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
     __syncthreads();
     if (given.questions) let_next_start(); /* the block is there */
     p.look_at(given.questions ? (const void *)given.questions : parcel.bytes);
-    ProbeWalk walk = probe_walk(p, b);
-    Stretch   y;
-    Turn      turn = {0, p.stages, 0};
-    int       g = -1;
+    touch_block(p.questions, p.bytes);
+    const int part = (int)blockIdx.x / p.blocks % p.ctas, g = (int)blockIdx.x / p.blocks / p.ctas;
+    const int first_x = of_warp(asked(p, b, 0).x), last_x = of_warp(asked(p, b, b.rows - 1).x);
 
     if (warp >= S::CONSUMING / 32) {
 #if __CUDA_ARCH_FEAT_SM90_ALL /* a launch has 168 each: what the others take, twice, must be left */
         if constexpr (WGMMA) asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
 #endif
-        if (warp == S::CONSUMING / 32) feed<D>(p, p.tma && given.questions, walk, halves, ring, full, empty);
+        if (warp == S::CONSUMING / 32)
+            feed<D>(p, p.tma && given.questions, g, first_x, last_x, halves, ring, full, empty);
         return;
     }
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -3114,8 +3099,8 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
     const bool two = own * 64 + HALF < b.rows;
     const int  first[2] = {own * 64, two ? own * 64 + HALF : own * 64}, r = warp % 4 * 16 + lane / 4;
     float      s[SLOTS][N][4], logit[2][2], less[2][2]; /* of the sources, and the next float below */
-    int        count[2][2], sees[2][2], ties[2][2];
-    bool       begins = false; /* this CTA counts the head's first tile */
+    int        count[2][2] = {}, sees[2][2], ties[2][2];
+    Turn       turn = {0, p.stages, 0};
     auto       release = [&](int stage) {
         __syncwarp();
         if (lane == 0) bar_arrive(empty + stage);
@@ -3141,62 +3126,7 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
             scores16<T, D, M, N, 128>(x, q, first[j] + warp % 4 * 16, ring + stage * S::STAGE, key);
         }
     };
-    auto finish = [&] { /* ranks of head g */
-        let_next_start(); /* until here they need not have been made */
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                int total = count[j][i] + (two ? 0 : count[1][i]), row = first[j] + r + 8 * i;
-                total += __shfl_xor_sync(~0u, total, 1);
-                total += __shfl_xor_sync(~0u, total, 2);
-                if ((lane & 3) || row >= b.rows || (j && !two)) continue;
-                const Asked   who = asked(p, b, row);
-                const int64_t query = p.questions[who.x].first_row + who.i;
-                atomicAdd((unsigned long long *)p.rank + query * p.H + head_of(p, b, g, row),
-                          (unsigned long long)(total + begins));
-            }
-        }
-    };
-    auto begin = [&] { /* head g: its queries, and the logits of their sources */
-        named_sync(1, threads); /* q is read no more */
-        gather_queries<T, D, M>(p, b, g, q, threads);
-        for (int half = 0; half < halves; half++, turn.next()) {
-            bar_wait(full + turn.stage, turn.phase);
-            gather_sources<T, D, HALF>(p, b, g, half, ring + turn.stage * S::STAGE, threads);
-            asm volatile("cp.async.wait_all;" ::: "memory");
-#if __CUDA_ARCH__ >= 900
-            fence_async();
-#endif
-            named_sync(1, threads);
-            if (half == 0 || two) {
-                float own_s[2] = {0.0f, 0.0f};
-                const int key = own * 64 / S::KEYS * S::KEYS; /* the rows' own columns are among those from key on */
-                multiply(s[0], half, turn.stage, key);
-#if __CUDA_ARCH_FEAT_SM90_ALL
-                if constexpr (WGMMA) wgmma_wait<0>(), settle(s[0]);
-#endif
-#pragma unroll
-                for (int n = 0; n < N; n++) {
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        if (8 * n == own * 64 - key + warp % 4 * 16 + 8 * i)
-                            own_s[i] = lane >> 2 & 1 ? s[0][n][2 * i + 1] : s[0][n][2 * i];
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    logit[1][i] = __shfl_sync(~0u, own_s[i], (lane & ~3) | lane >> 3);
-                    less[1][i] = below(logit[1][i]);
-                    if (half == 0) logit[0][i] = logit[1][i], less[0][i] = less[1][i];
-                }
-            }
-            release(turn.stage);
-        }
-        count[0][0] = count[0][1] = count[1][0] = count[1][1] = 0;
-        begins = false;
-    };
-    auto look = [&] { /* what the rows see of a stretch */
+    auto look = [&](const Stretch &y) { /* what the rows see of it */
         const Attention &a = p.questions[most(y.x, 0)];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -3207,7 +3137,6 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
                 ties[j][i] = y.x < 0 ? (int)who.source : 0;
             }
         }
-        begins |= y.x < 0 && y.tile == 0;
     };
     auto score = [&](const float (&x)[N][4], int j, int at) {
         const int see[2] = {sees[j][0] - at, sees[j][1] - at};
@@ -3215,17 +3144,48 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
         count_keys<N>(count[j], x, logit[j], less[j], see, tie);
     };
 
-    while (probe_next(walk, y, p)) {
-        if (y.g != g) {
-            if (g >= 0) finish();
-            g = y.g;
-            begin();
+    /* the queries, and the logits of their sources */
+    gather_queries<T, D, M>(p, b, g, q, threads);
+    for (int half = 0; half < halves; half++, turn.next()) {
+        bar_wait(full + turn.stage, turn.phase);
+        gather_sources<T, D, HALF>(p, b, g, half, ring + turn.stage * S::STAGE, threads);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+        fence_async();
+#endif
+        named_sync(1, threads);
+        if (half == 0 || two) {
+            float own_s[2] = {0.0f, 0.0f};
+            const int key = own * 64 / S::KEYS * S::KEYS; /* the rows' own columns are among those from key on */
+            multiply(s[0], half, turn.stage, key);
+#if __CUDA_ARCH_FEAT_SM90_ALL
+            if constexpr (WGMMA) wgmma_wait<0>(), settle(s[0]);
+#endif
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    if (8 * n == own * 64 - key + warp % 4 * 16 + 8 * i)
+                        own_s[i] = lane >> 2 & 1 ? s[0][n][2 * i + 1] : s[0][n][2 * i];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                logit[1][i] = __shfl_sync(~0u, own_s[i], (lane & ~3) | lane >> 3);
+                less[1][i] = below(logit[1][i]);
+                if (half == 0) logit[0][i] = logit[1][i], less[0][i] = less[1][i];
+            }
         }
-        look();
+        release(turn.stage);
+    }
+
+    for (Stretch y = stretch(p, g, -1, part); y.x <= last_x; y = stretch_after(p, g, y, first_x)) {
+        if (!y.n) continue;
+        look(y);
         if constexpr (WGMMA) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
             /* jobs: a tile's two groups of rows one after the other, or tiles one after another, in turns of slots */
-            const int jobs = (y.end - y.tile) << two;
+            const int jobs = y.n << two;
             Turn      ahead = turn;
             auto      start = [&](int j) {
                 if (!two || j == 0) bar_wait(full + ahead.stage, ahead.phase);
@@ -3235,7 +3195,7 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
             auto end = [&](int j, int i) {
                 settle(s[j]);
                 if (!two || j == 1) release(turn.stage), turn.next();
-                score(s[j], j, (y.tile + (i >> two)) * TILE);
+                score(s[j], j, (y.tile + (i >> two) * p.ctas) * TILE);
             };
             int i = 0;
             start(0);
@@ -3259,17 +3219,33 @@ __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const 
             }
 #endif
         } else {
-            for (int tile = y.tile; tile < y.end; tile++, turn.next()) {
+            for (int i = 0; i < y.n; i++, turn.next()) {
                 bar_wait(full + turn.stage, turn.phase);
                 for (int key = 0; key < TILE; key += S::KEYS) {
                     multiply(s[0], 0, turn.stage, key);
                     if (key + S::KEYS == TILE) release(turn.stage);
-                    score(s[0], 0, tile * TILE + key);
+                    score(s[0], 0, (y.tile + i * p.ctas) * TILE + key);
                 }
             }
         }
     }
-    if (g >= 0) finish();
+
+    /* ranks, from -1 on */
+    let_next_start(); /* until here ranks need not have been cleared */
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int total = count[j][i] + (two ? 0 : count[1][i]), row = first[j] + r + 8 * i;
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            if ((lane & 3) || row >= b.rows || (j && !two)) continue;
+            const Asked   who = asked(p, b, row);
+            const int64_t query = p.questions[who.x].first_row + who.i;
+            atomicAdd((unsigned long long *)p.rank + query * p.H + head_of(p, b, g, row),
+                      (unsigned long long)(total + (part == 0)));
+        }
+    }
 }
 
 __global__ void no_ranks(int64_t *rank, int64_t n) {
@@ -3330,15 +3306,16 @@ int64_t score_bytes(const dkv_attention *a, int64_t n, int64_t queries) {
 template <class T, int D, bool WGMMA>
 dkv_result launch_probe(Probe p, const Parcel &parcel, const Device &dev, int64_t keys, cudaStream_t stream) {
     typedef ProbeShape<D, WGMMA> S;
-    int64_t                      best = INT64_MAX, groups = 1, tiles = ceil_div(keys * p.Hkv, TILE);
+    int64_t                      best = INT64_MAX, tiles = ceil_div(keys, TILE);
+    p.ctas = 1;
     p.blocks = (int)ceil_div((int64_t)p.n * p.G, S::M);
     p.stages = least((int)S::MOST_STAGES, (dev.shared - S::Q - 256) / S::STAGE);
     if (p.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
-    for (int64_t i = 1; i <= dev.sms; i++) { /* rounds of CTAs times what one does, of which beginning is 4 tiles */
-        int64_t time = ceil_div(i * p.blocks, dev.sms) * (ceil_div(tiles, i) + 4);
-        if (time < best) best = time, groups = i;
+    for (int i = 1; i <= dev.sms; i++) { /* rounds of CTAs times what one does; to begin is worth 4 tiles */
+        int64_t time = ceil_div((int64_t)i * p.blocks * p.Hkv, dev.sms) * (ceil_div(tiles, i) + 4);
+        if (time < best) best = time, p.ctas = i;
     }
-    return launch(probe<T, D, WGMMA>, dim3((unsigned)(groups * p.blocks)), S::THREADS,
+    return launch(probe<T, D, WGMMA>, dim3((unsigned)(p.ctas * p.blocks * p.Hkv)), S::THREADS,
                   p.stages * S::STAGE + S::Q + 256, dev.arch >= 90, stream, p, parcel);
 }
 
@@ -3405,18 +3382,18 @@ extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int6
         }
     }
     if (!small) post.flush();
-    no_ranks<<<(unsigned)least(ceil_div(ranks, 256), (int64_t)dev.sms), 256, 0, (cudaStream_t)stream>>>(rank, ranks);
-    if (!p.n) return launched();
+    const dim3 grid((unsigned)least(ceil_div(ranks, 256), (int64_t)dev.sms));
+    r = launch(no_ranks, grid, 256, 0, dev.arch >= 90, post.stream, rank, ranks);
+    if (r || !p.n) return r;
     p.questions = small ? NULL : (const Attention *)ws;
     p.n_questions = (int32_t)n;
+    p.bytes = (int32_t)least(bytes, (int64_t)1 << 20);
     p.rank = rank;
     p.H = a->H;
     p.Hkv = a->Hkv;
     p.G = a->H / a->Hkv;
     p.d = a->d_k;
     p.tma = q.b.tma;
-    r = launched();
-    if (r) return r;
     return (q.b.type == DKV_BF16 ? launch_probe_d<__nv_bfloat16> : launch_probe_d<__half>)(
         p, post.parcel, dev, q.keys, (cudaStream_t)stream);
 }

@@ -567,16 +567,21 @@ static void run_memory(const char *name, int64_t T_c) {
 
 /* ---- ranks of sources: K of a context once for several questions ------------------------------------ */
 
-struct ScoreCase { const char *name; int n, tokens, H, Hkv, d; int64_t T_c; }; /* questions; tokens asked of each */
-enum { QUESTION = 32 };                                                        /* its length, and that of its tail */
+struct ScoreCase {
+    const char *name;
+    int         n, tokens, H, Hkv, d; /* questions; tokens asked of each */
+    int64_t     T_c;
+    bool        by_token = false;     /* K is [T_c][Hkv][d], not [Hkv][T_c][d] as in a cache */
+};
+enum { QUESTION = 32 };               /* tokens of each, all of them its tail */
 
 /* Keys above a source by more than rounding, and those about as high; a CTA for each (asked token, head). */
 struct RankBounds {
-    const void    *q, *k, *tail_k; /* [n][QUESTION][H][d]; [T_c][Hkv][d]; [n][QUESTION][Hkv][d] */
-    const int64_t *source;         /* [n][QUESTION] */
+    const void    *q, *k, *tail_k;    /* [n][QUESTION][H][d]; the context's; [n][QUESTION][Hkv][d] */
+    const int64_t *source;            /* [n][QUESTION] */
     int            tokens, H, Hkv, d;
-    int64_t        T_c;
-    int           *above, *near;   /* [n][tokens][H] */
+    int64_t        T_c, token, head;  /* steps in k */
+    int           *above, *near;      /* [n][tokens][H] */
 };
 
 __global__ void rank_bounds(RankBounds r) {
@@ -587,7 +592,7 @@ __global__ void rank_bounds(RankBounds r) {
         double s = 0;
         for (int c = 0; c < d; c++)
             s += (double)load(r.q, DKV_BF16, row * d + c) *
-                 (j < r.T_c ? load(r.k, DKV_BF16, (j * r.Hkv + g) * d + c)
+                 (j < r.T_c ? load(r.k, DKV_BF16, j * r.token + g * r.head + c)
                             : load(r.tail_k, DKV_BF16, ((x * QUESTION + j - r.T_c) * r.Hkv + g) * d + c));
         return s;
     };
@@ -635,9 +640,10 @@ static void run_score(const ScoreCase &c) {
     std::vector<Range>                      reads;
     std::vector<const Range *>              there;
     void                                   *tails = normal(m, DKV_BF16, c.n * tail), *qs = normal(m, DKV_BF16, c.n * q);
-    RankBounds r = {qs, NULL, tails, NULL, c.tokens, c.H, c.Hkv, c.d, c.T_c, NULL, NULL};
+    const int64_t token = c.by_token ? c.Hkv * c.d : c.d, head = c.by_token ? c.d : c.T_c * c.d;
+    RankBounds    r = {qs, NULL, tails, NULL, c.tokens, c.H, c.Hkv, c.d, c.T_c, token, head, NULL, NULL};
     for (auto &y : a) {
-        const dkv_tensor k = dkv_thd(normal(m, DKV_BF16, keys), DKV_BF16, c.Hkv, c.d);
+        const dkv_tensor k = {normal(m, DKV_BF16, keys), DKV_BF16, token * 2, head * 2, 2};
         for (int x = 0; x < c.n; x++) {
             dkv_attention one = {};
             one.H = c.H, one.Hkv = c.Hkv, one.d_k = c.d, one.N_q = QUESTION;
@@ -758,6 +764,7 @@ static const ScoreCase scores[] = {
     {"score 4 x 16 tokens over 130816", 4, 16, 32, 8, 128, 130816},
     {"score 16 x 16 tokens over 130816", 16, 16, 32, 8, 128, 130816},
     {"score 64 x 16 tokens over 130816", 64, 16, 32, 8, 128, 130816},
+    {"score 4 x 4 tokens over [130816][8][128]", 4, 4, 32, 8, 128, 130816, true},
     {"score 4 x 4 tokens over 130816, d 64", 4, 4, 32, 8, 64, 130816},
     {"score 64 x 16 tokens over 130816, d 64", 64, 16, 32, 8, 64, 130816},
     {"score 4 x 4 tokens over 7936, d 64, G 3", 4, 4, 9, 3, 64, 7936},
@@ -779,7 +786,7 @@ static void try_row(const char *only, const char *name, const std::function<void
 }
 
 static const char usage[] = "usage: bench_cuda [--json FILE] [--only TEXT] [--arch 80]\n"
-                            "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"suffix 32\", \"score\"\n"
+                            "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"pack\", \"score\"\n"
                             "  --arch 80    the mma.sync kernels\n";
 
 int main(int argc, char **argv) {

@@ -317,7 +317,7 @@ static double oracle_loss(world *w, const double *a, double (*frozen)[MAX_N][L][
 
 static void check_gradient(const kind *k, int tied, int straight) {
     static double frozen[QUESTIONS][MAX_N][L][MAX_H][MAX_T + MAX_N];
-    world *w = new_world(k, 2, tied, DKV_F32);
+    world *w = new_world(k, 1, tied, DKV_F32);
     const int64_t n = dkv_gates_count(&w->g.gates);
     float da[L * MAX_H * D];
     double a[L * MAX_H * D], each[QUESTIONS], unused[QUESTIONS], loss, most = 0, size = 0;
@@ -434,7 +434,7 @@ static lm_cache *packed_cache(world *w, int exam, const unsigned char *open, dkv
 static void grades_of_packed_caches(void) {
     static const struct { dkv_type type; double off; } types[] = {{DKV_F32, 3e-6}, {DKV_F16, 1e-3}, {DKV_I8, 1e-3}};
     for (int t = 0; t < COUNT(types); t++) {
-        world *w = new_world(&kinds[t % 2], 2, 0, types[t].type);
+        world *w = new_world(&kinds[t % 2], 1, 0, types[t].type);
         lm_grade_result dense[QUESTIONS], again[QUESTIONS], binary[QUESTIONS], closed[QUESTIONS];
         unsigned char none[CELLS] = {0};
         int64_t right = 0;
@@ -494,7 +494,7 @@ static void ranks_of_sources(void) {
     static double score[MAX_N][L][MAX_H][MAX_T + MAX_N];
     int64_t skipped = 0, hit = 0, asked = 0;
     for (int t = 0; t < COUNT(kinds); t++) {
-        world *w = new_world(&kinds[t], 2, 0, DKV_F32);
+        world *w = new_world(&kinds[t], 1, 0, DKV_F32);
         const int H = kinds[t].H;
         float *hits = guarded((size_t)(QUESTIONS * L * H) * sizeof *hits, 4);
         lm_learner *x = new_learner(w->m);
@@ -563,7 +563,7 @@ static void threads_agree(void) {
 static void chunks_agree(void) {
     enum { MANY = 7 };
     static const int64_t n[MANY] = {LM_QUESTION_MAX, 600, 300, 200, 824, 1000, 30};
-    world *w = new_world(&kinds[0], 2, 0, DKV_F16);
+    world *w = new_world(&kinds[0], 1, 0, DKV_F16);
     lm_question q[MANY];
     lm_grade_result all[MANY], one;
     float together[L * MAX_H * D] = {0}, apart[L * MAX_H * D] = {0};

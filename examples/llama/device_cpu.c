@@ -21,8 +21,9 @@ static int omp_get_num_threads(void) { return 1; }
 #endif
 
 /* Tokens that pass a layer at once (sgemm copies the weights once per chunk: 256 cost a prefill 19 % more, 2048 gain
-   nothing), rows of the output matrix that are dequantised at once, and elements that one thread takes at once. */
-enum { CHUNK = 1024, SLAB = 4096, SPAN = 1 << 14 };
+   nothing), rows of the output matrix that are dequantised at once, elements that one thread takes at once, and
+   multiplications of a product that are worth a thread. */
+enum { CHUNK = 1024, SLAB = 4096, SPAN = 1 << 14, WORTH = 1 << 22 };
 
 typedef struct {
     team *team;             /* decodes; OpenMP's threads prefill */
@@ -92,10 +93,10 @@ static void add_bias(const lm_rows *y, const lm_weight *w, int64_t n) {
         for (int64_t r = 0; r < rows; r++) y->data[i * y->ld + r] += w->bias[r];
 }
 
-/* This thread's share of a product's columns: 16 at a time, and no thread for less than 2^22 multiplications. Below
+/* This thread's share of a product's columns: 16 at a time, and no thread for less than WORTH multiplications. Below
    10^6 OpenBLAS adds in another order, and bits would depend on the number of threads. */
 static bool share(int64_t columns, int64_t of_column, int64_t *first, int64_t *n) {
-    int64_t ith = omp_get_thread_num(), nth = omp_get_num_threads(), most = columns * of_column >> 22;
+    int64_t ith = omp_get_thread_num(), nth = omp_get_num_threads(), most = columns * of_column / WORTH;
     int64_t units = (columns + 15) / 16;
     if (nth > most) nth = most > 1 ? most : 1;
     if (ith >= nth) return false;
@@ -108,7 +109,7 @@ static bool share(int64_t columns, int64_t of_column, int64_t *first, int64_t *n
 /* y[n][rows] = x[n][cols] w[rows][cols]^T, y's rows ldy apart. Each thread calls a one-threaded OpenBLAS for its share
    of the rows: OpenBLAS's own pool would fight with OpenMP's for the cores, and which it has differs by package. */
 static void gemm(float *y, int64_t ldy, const float *x, const float *w, int64_t n, int64_t rows, int64_t cols) {
-    #pragma omp parallel
+    #pragma omp parallel if (n * rows * cols >= 2 * WORTH)
     {
         int64_t first, own;
         if (share(rows, n * cols, &first, &own))
@@ -119,7 +120,7 @@ static void gemm(float *y, int64_t ldy, const float *x, const float *w, int64_t 
 
 /* dx[n][cols] = dy[n][rows] w[rows][cols], or += */
 static void gemm_back(float *dx, lm_rows dy, const float *w, int64_t n, int64_t rows, int64_t cols, bool add) {
-    #pragma omp parallel
+    #pragma omp parallel if (n * rows * cols >= 2 * WORTH)
     {
         int64_t first, own;
         if (share(cols, n * rows, &first, &own))
