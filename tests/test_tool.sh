@@ -173,7 +173,7 @@ refused "info: no file" 1 "cannot read $t/none" "$DKV" info "$t/none"
 refused "info: not a pattern" 1 "$MASK: " "$DKV" info $MASK
 head -c 1000 $SHIPPED > "$t/cut.dkv"
 refused "info: truncated" 1 "truncated" "$DKV" info "$t/cut.dkv"
-{ head -c 1000 $SHIPPED; printf '\377'; tail -c +1002 $SHIPPED; } > "$t/bent.dkv"
+{ head -c 1000 $SHIPPED; printf '\125'; tail -c +1002 $SHIPPED; } > "$t/bent.dkv"
 refused "info: damaged" 1 "CRC32 differs" "$DKV" info "$t/bent.dkv"
 refused "info: beyond the last bin" 1 "reaches 7936 tokens, not 7937" "$DKV" info $SHIPPED --ctx 7937
 for policy in clamp keep drop; do
