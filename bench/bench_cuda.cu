@@ -717,6 +717,166 @@ static void run_gates(const char *only) {
 
 /* ---- rows -------------------------------------------------------------------------------------------- */
 
+/* ---- gated attention: a step's forward and backward over one layer ---- */
+
+struct GatedCase {
+    const char *name;
+    int         contexts, suffixes, H, Hkv, d;
+    int64_t     T_c, N_q;
+    double      open;  /* share of bins that are open, spread at random, u uniform in 0.1 .. 1 */
+    double      bits;  /* 0: relaxed; straight-through: share of those whose bit is set */
+};
+
+/* What dkv_gated computes, of one context and its first suffix, in double precision: out of the last query of every
+   head; d ln u of the nearest, the middle and the farthest bin of every KV head, by all suffixes, from the outputs and
+   LSEs that are to be graded. */
+struct GatedReference {
+    dkv_gated c;             /* device pointers; suffixes, too */
+    double   *weights, *out; /* [H][T_c + N_q], [H][d] */
+    double   *gates;         /* [Hkv][3] */
+    bool      bits;
+};
+
+__host__ __device__ static int64_t bin_of(const dkv_gated &c, int64_t i) {
+    return i < c.S || i >= c.T_c - c.R ? -1 : (c.T_c - c.R - 1 - i) / c.W;
+}
+__device__ static double value_at(const dkv_tensor &t, int64_t token, int64_t head, int i) {
+    return load((const char *)t.data + token * t.stride_token + head * t.stride_head, t.type, i);
+}
+
+__global__ void gated_outputs(GatedReference r) {
+    const dkv_gated  &c = r.c;
+    const dkv_suffix &x = c.suffix[0];
+    const int         h = blockIdx.x, g = h / (c.H / c.Hkv);
+    const int64_t     n = c.T_c + x.N_q;
+    double           *w = r.weights + h * n, sum = 0, o = 0;
+    for (int64_t j = threadIdx.x; j < n; j += blockDim.x) {
+        const bool    own = j >= c.T_c;
+        const int64_t bin = own ? -1 : bin_of(c, j), cell = g * c.D + bin;
+        double        s = 0;
+        for (int i = 0; i < c.d_k; i++)
+            s += value_at(x.q, x.N_q - 1, h, i) * value_at(own ? x.k : c.context.k, own ? j - c.T_c : j, g, i);
+        const double u = bin < 0 ? 1 : r.bits ? c.open[cell] : exp((double)c.ln_u[cell]);
+        w[j] = u * exp(s / sqrt((double)c.d_k));
+    }
+    __syncthreads();
+    for (int64_t j = 0; j < n && threadIdx.x < c.d_v; j++) {
+        sum += w[j];
+        o += w[j] * value_at(j < c.T_c ? c.context.v : x.v, j < c.T_c ? j : j - c.T_c, g, threadIdx.x);
+    }
+    if (threadIdx.x < c.d_v) r.out[h * c.d_v + threadIdx.x] = o / sum;
+}
+
+__global__ void gated_gates(GatedReference r) { /* grid (3, Hkv) */
+    const dkv_gated &c = r.c;
+    const int        G = c.H / c.Hkv, g = blockIdx.y;
+    const int64_t    bin = blockIdx.x * (c.D - 1) / 2, end = c.T_c - c.R - bin * c.W, begin = max(end - c.W, c.S);
+    __shared__ double sums[256];
+    double            sum = 0;
+    for (int64_t task = threadIdx.x; task < c.n_suffix * c.suffix[0].N_q * G * (end - begin); task += blockDim.x) {
+        const int64_t     row = task / (end - begin), j = begin + task % (end - begin), query = row / G;
+        const dkv_suffix &x = c.suffix[query / c.suffix[0].N_q];
+        const int64_t     i = query % c.suffix[0].N_q;
+        const int         h = g * G + (int)(row % G);
+        double            s = 0, dp = 0;
+        for (int e = 0; e < c.d_k; e++) {
+            s += value_at(x.q, i, h, e) * value_at(c.context.k, j, g, e);
+            dp += value_at(x.d_out, i, h, e) *
+                  (value_at(c.context.v, j, g, e) - value_at(r.bits ? x.out_relaxed : x.out, i, h, e));
+        }
+        const float *lse = r.bits ? x.lse_relaxed : x.lse;
+        sum += exp(s / sqrt((double)c.d_k) + c.ln_u[g * c.D + bin] - lse[i * c.H + h]) * dp;
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    for (int i = 1; i < 256 && threadIdx.x == 0; i++) sums[0] += sums[i];
+    if (threadIdx.x == 0) r.gates[g * 3 + blockIdx.x] = c.ln_u[g * c.D + bin] > -80 ? sums[0] : 0;
+}
+
+/* The greater of both errors, each over the greatest number of its kind. */
+static double gated_error(Memory &m, const dkv_gated &c, const std::vector<dkv_suffix> &suffixes) {
+    GatedReference r = {c, NULL, NULL, NULL, c.open != NULL};
+    const int64_t  row = c.H * c.d_v, n = c.T_c + suffixes[0].N_q;
+    r.c.suffix = m.copy(suffixes);
+    r.weights = m.get<double>(c.H * n), r.out = m.get<double>(row), r.gates = m.get<double>(c.Hkv * 3);
+    gated_outputs<<<c.H, 256, 0, stream>>>(r);
+    gated_gates<<<dim3(3, (unsigned)c.Hkv), 256, 0, stream>>>(r);
+    std::vector<double> want((size_t)row), gates((size_t)c.Hkv * 3);
+    std::vector<float>  got((size_t)row), d_ln_u((size_t)(c.Hkv * c.D));
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaMemcpy(want.data(), r.out, want.size() * 8, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(gates.data(), r.gates, gates.size() * 8, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(got.data(), (float *)suffixes[0].out.data + (suffixes[0].N_q - 1) * row, got.size() * 4,
+                    cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(d_ln_u.data(), c.d_ln_u, d_ln_u.size() * 4, cudaMemcpyDeviceToHost));
+    double error[2] = {0, 0}, greatest[2] = {0, 0};
+    auto   compare = [&](int kind, double x, double y) {
+        if (!(std::fabs(x - y) <= error[kind])) error[kind] = std::fabs(x - y);
+        greatest[kind] = std::max(greatest[kind], std::fabs(y));
+    };
+    for (size_t i = 0; i < got.size(); i++) compare(0, got[i], want[i]);
+    for (int64_t i = 0; i < c.Hkv * 3; i++)
+        compare(1, d_ln_u[(size_t)(i / 3 * c.D + i % 3 * (c.D - 1) / 2)], gates[(size_t)i]);
+    return std::max(error[0] / greatest[0], greatest[1] > 0 ? error[1] / greatest[1] : 0);
+}
+
+static dkv_suffix new_suffix(Memory &m, const GatedCase &c) {
+    auto inputs = [&](int heads) { return dkv_thd(normal(m, DKV_BF16, c.N_q * heads * c.d), DKV_BF16, heads, c.d); };
+    auto floats = [&](int heads) { return dkv_thd(m.get<float>(c.N_q * heads * c.d), DKV_F32, heads, c.d); };
+    return dkv_suffix{c.N_q, inputs(c.H), inputs(c.Hkv), inputs(c.Hkv), floats(c.H), m.get<float>(c.N_q * c.H),
+                      floats(c.H), m.get<float>(c.N_q * c.H), inputs(c.H), floats(c.H), floats(c.Hkv), floats(c.Hkv)};
+}
+
+static dkv_gated new_gated(Memory &m, const GatedCase &c, const std::vector<dkv_suffix> &suffixes) {
+    const int64_t W = 128, S = 128, R = 1024, D = (c.T_c - S - R + W - 1) / W, n = c.Hkv * D;
+    auto          head_major = [&] {
+        return dkv_tensor{normal(m, DKV_BF16, c.T_c * c.Hkv * c.d), DKV_BF16, c.d * 2, c.T_c * c.d * 2, 2};
+    };
+    std::vector<float>         ln_u((size_t)n);
+    std::vector<unsigned char> open((size_t)n);
+    for (int64_t i = 0; i < n; i++) {
+        const bool on = rand() < c.open * RAND_MAX;
+        ln_u[(size_t)i] = on ? logf(0.1f + 0.9f * (float)rand() / (float)RAND_MAX) : -INFINITY;
+        open[(size_t)i] = on && rand() < c.bits * RAND_MAX;
+    }
+    const dkv_tensor k = head_major(), v = head_major();
+    return dkv_gated{c.H, c.Hkv, c.d, c.d, c.T_c, W, S, R, D, 0, dkv_strided(k, v, c.T_c), m.copy(ln_u),
+                     c.bits > 0 ? m.copy(open) : NULL, suffixes.data(), (int64_t)suffixes.size(), m.get<float>(n)};
+}
+
+static void run_gated(const GatedCase &c) {
+    Memory       m;
+    const double keys = c.contexts * c.open * (double)c.T_c, queries = (double)(c.N_q * c.suffixes);
+    Row          row = {c.name, DKV_BF16, {}, 0, 0, 0, 0, 0, ""};
+    row.bytes = 2 * keys * c.Hkv * c.d * 4 * (1 + c.bits / 2); /* forward, the open bins once more, backward */
+    row.flops = queries * keys * c.H * c.d * (4 + 4 * c.bits + 6);
+    set_limit(row);
+    const int layers = (double)c.contexts * c.T_c * c.Hkv * c.d * 4 < 2.0 * device.l2CacheSize ? 3 : 1;
+    std::vector<std::vector<std::vector<dkv_suffix>>> x((size_t)layers);
+    std::vector<std::vector<dkv_gated>>               g((size_t)layers);
+    std::vector<dkv_cuda_gated>                       work((size_t)layers);
+    for (size_t i = 0; i < (size_t)layers; i++) {
+        x[i].resize((size_t)c.contexts);
+        for (auto &suffixes : x[i]) {
+            for (int k = 0; k < c.suffixes; k++) suffixes.push_back(new_suffix(m, c));
+            g[i].push_back(new_gated(m, c, suffixes));
+        }
+        size_t block, ws;
+        DKV(dkv_cuda_gated_size(&block, &ws, g[i].data(), c.contexts));
+        char *tables = m.get((int64_t)block), *space = m.get((int64_t)ws);
+        DKV(dkv_cuda_gated_prepare(&work[i], g[i].data(), c.contexts, tables, block, space, ws, stream));
+    }
+    auto launch = [&](int i) {
+        DKV(dkv_cuda_gated_forward(&work[(size_t)i], stream));
+        DKV(dkv_cuda_gated_backward(&work[(size_t)i], stream));
+    };
+    launch(0);
+    row.error = gated_error(m, g[0][0], x[0][0]);
+    FAIL_IF(!(row.error <= 0.03), "wrong: error %g", row.error);
+    row.ours = time_graph(layers, launch);
+    report(row);
+}
+
 static const Case cases[] = {
     {"uniform decode B1 32K", DKV_BF16, 1, 32 * K, 1, 1, 1},
     {"uniform decode B1 128K", DKV_BF16, 1, 128 * K, 1, 1, 1},
@@ -771,6 +931,27 @@ static const ScoreCase scores[] = {
     {"score 64 x 8 tokens over 7936, d 64, G 3", 64, 8, 9, 3, 64, 7936},
 };
 
+static const GatedCase gated[] = {
+    {"gated 32 over 128K", 1, 1, 32, 8, 128, 130816, 32, 1, 0},
+    {"gated 128 over 128K", 1, 1, 32, 8, 128, 130816, 128, 1, 0},
+    {"gated 512 over 128K", 1, 1, 32, 8, 128, 130816, 512, 1, 0},
+    {"gated 128 over 130749 keys", 1, 1, 32, 8, 128, 130749, 128, 1, 0},
+    {"gated 128 over 128K, 0.5 open", 1, 1, 32, 8, 128, 130816, 128, 0.5, 0},
+    {"gated 128 over 128K, 0.2 open", 1, 1, 32, 8, 128, 130816, 128, 0.2, 0},
+    {"gated 128 over 128K, 0.05 open", 1, 1, 32, 8, 128, 130816, 128, 0.05, 0},
+    {"gated through 32 over 128K", 1, 1, 32, 8, 128, 130816, 32, 1, 1},
+    {"gated through 128 over 128K", 1, 1, 32, 8, 128, 130816, 128, 1, 1},
+    {"gated through 128 over 128K, bits 0.2", 1, 1, 32, 8, 128, 130816, 128, 1, 0.2},
+    {"gated 32 over 8K", 1, 1, 32, 8, 128, 8192, 32, 1, 0},
+    {"gated 128 over 8K", 1, 1, 32, 8, 128, 8192, 128, 1, 0},
+    {"gated 32 over 32K", 1, 1, 32, 8, 128, 32768, 32, 1, 0},
+    {"gated 4 x 32 over 128K", 1, 4, 32, 8, 128, 130816, 32, 1, 0},
+    {"gated 16 x 128 over 128K", 1, 16, 32, 8, 128, 130816, 128, 1, 0},
+    {"gated 128 over 128K, d 64", 1, 1, 32, 8, 64, 130816, 128, 1, 0},
+    {"gated 56 x 4 x 45 over 7936, 9/3 d 64", 56, 4, 9, 3, 64, 7936, 45, 1, 0},
+    {"gated 4 x 32 over 32512, 32/32", 1, 4, 32, 32, 128, 32512, 32, 1, 0},
+};
+
 static int failed;
 
 static void try_row(const char *only, const char *name, const std::function<void()> &run) {
@@ -786,7 +967,7 @@ static void try_row(const char *only, const char *name, const std::function<void
 }
 
 static const char usage[] = "usage: bench_cuda [--json FILE] [--only TEXT] [--arch 80]\n"
-                            "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"pack\", \"score\"\n"
+                            "  --only TEXT  the rows whose name has TEXT, such as \"decode\", \"pack\", \"gated\"\n"
                             "  --arch 80    the mma.sync kernels\n";
 
 int main(int argc, char **argv) {
@@ -810,6 +991,7 @@ int main(int argc, char **argv) {
     for (const Case &c : cases) try_row(only, c.name, [&] { run_case(c); });
     for (const auto &x : packs) try_row(only, x.name, [&] { run_pack(x.name, x.type, x.head_major); });
     for (const ScoreCase &c : scores) try_row(only, c.name, [&] { run_score(c); });
+    for (const GatedCase &c : gated) try_row(only, c.name, [&] { run_gated(c); });
     try_row("", "gates", [&] { run_gates(only); });
     try_row(only, "memory of 128K", [] { run_memory("memory of 128K", 128 * K); });
     try_row(only, "memory of 1M", [] { run_memory("memory of 1M", 1024 * K); });
