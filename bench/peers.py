@@ -52,6 +52,19 @@ class Attention(c.Structure):
                 ("scale", c.c_float), ("softcap", c.c_float), ("sink", c.c_void_p)]
 
 
+class Suffix(c.Structure):
+    _fields_ = [("N_q", c.c_int64), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor), ("lse", c.c_void_p),
+                ("out_relaxed", Tensor), ("lse_relaxed", c.c_void_p), ("d_out", Tensor), ("dq", Tensor), ("dk", Tensor),
+                ("dv", Tensor)]
+
+
+class Gated(c.Structure):
+    _fields_ = [("H", c.c_int32), ("Hkv", c.c_int32), ("d_k", c.c_int32), ("d_v", c.c_int32), ("T_c", c.c_int64),
+                ("W", c.c_int64), ("S", c.c_int64), ("R", c.c_int64), ("D", c.c_int64), ("scale", c.c_float),
+                ("context", Segment), ("ln_u", c.c_void_p), ("open", c.c_void_p), ("suffix", c.POINTER(Suffix)),
+                ("n_suffix", c.c_int64), ("d_ln_u", c.c_void_p)]
+
+
 class Work(c.Structure):  # private, so only its size matters, and this is more
     _fields_ = [("bytes", c.c_uint64 * 128)]
 
@@ -59,11 +72,13 @@ class Work(c.Structure):  # private, so only its size matters, and this is more
 def print_layout():
     """What tests/compile/layout.c prints of the header's structs."""
     for name, kind in (("dkv_tensor", Tensor), ("dkv_run", Run), ("dkv_plan", Plan), ("dkv_packed", Packed),
-                       ("dkv_segment", Segment), ("dkv_attention", Attention)):
+                       ("dkv_segment", Segment), ("dkv_attention", Attention), ("dkv_suffix", Suffix),
+                       ("dkv_gated", Gated)):
         print(name, c.sizeof(kind))
         for field, _ in kind._fields_:
             print(name, field, getattr(kind, field).offset)
     print("dkv_cuda_work fits", c.sizeof(Work))
+    print("dkv_cuda_gated fits", c.sizeof(Work))
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--layout"]:
@@ -91,7 +106,8 @@ except (ImportError, OSError) as error:
 
 lib = c.CDLL(os.path.abspath(args.lib))
 lib.dkv_result_string.restype = c.c_char_p
-for _name in ("dkv_cuda_attend", "dkv_cuda_prepare", "dkv_cuda_pack", "dkv_cuda_plan", "dkv_plan_from_positions"):
+for _name in ("dkv_cuda_attend", "dkv_cuda_prepare", "dkv_cuda_pack", "dkv_cuda_plan", "dkv_plan_from_positions",
+              "dkv_cuda_gated_size", "dkv_cuda_gated_prepare", "dkv_cuda_gated_forward", "dkv_cuda_gated_backward"):
     getattr(lib, _name).restype = c.c_int
 
 
@@ -178,6 +194,34 @@ class OurAttention:
 
     def __call__(self):
         check(lib.dkv_cuda_attend(c.byref(self.work), stream()))
+
+
+class OurGated:
+    """Forward and backward of one suffix over one context: x, a GatedData's layer."""
+
+    def __init__(self, data, x):
+        self.keep, self.work = x, Work()
+        floats = lambda *shape: torch.full(shape, math.nan, device="cuda")
+        N, d = data.N, data.d
+        self.out, self.relaxed, self.dq = floats(N, H, d), floats(N, H, d), floats(N, H, d)
+        self.dk, self.dv = floats(N, HKV, d), floats(N, HKV, d)
+        self.lse, self.lse_relaxed, self.d_ln_u = floats(N, H), floats(N, H), floats(HKV, data.D)
+        at = lambda y: c.c_void_p(y.data_ptr())
+        suffix = Suffix(N, tensor_of(x["q"]), tensor_of(x["ks"]), tensor_of(x["vs"]), tensor_of(self.out), at(self.lse),
+                        tensor_of(self.relaxed), at(self.lse_relaxed), tensor_of(x["d_out"]), tensor_of(self.dq),
+                        tensor_of(self.dk), tensor_of(self.dv))
+        context = Segment(None, tensor_of(x["k"].transpose(0, 1)), tensor_of(x["v"].transpose(0, 1)), None, data.T)
+        gated = Gated(H, HKV, d, d, data.T, data.W, data.S, data.R, data.D, 0, context, at(x["ln_u"]),
+                      at(x["open"]) if data.through else None, c.pointer(suffix), 1, at(self.d_ln_u))
+        block, ws = c.c_size_t(), c.c_size_t()
+        check(lib.dkv_cuda_gated_size(c.byref(block), c.byref(ws), c.byref(gated), c.c_int64(1)))
+        self.block, self.ws = device_bytes(block.value), device_bytes(ws.value)
+        check(lib.dkv_cuda_gated_prepare(c.byref(self.work), c.byref(gated), c.c_int64(1), at(self.block), block,
+                                         at(self.ws), ws, stream()))
+
+    def __call__(self):
+        check(lib.dkv_cuda_gated_forward(c.byref(self.work), stream()))
+        check(lib.dkv_cuda_gated_backward(c.byref(self.work), stream()))
 
 
 # ---- timing: all contenders in turn -------------------------------------------------------
@@ -488,6 +532,99 @@ def pack_row(name, type, head_major, bar):
            {"copy": lambda: [lambda: target.copy_(source)]}, wanted, 0.0, bytes, 0, [("copy", 1 / bar)])
 
 
+class GatedData:
+    """Layers of a context's K, V [HKV][T][d] with gates, and one suffix of N queries with its gradient."""
+
+    S, R, W = 128, 1024, 128
+
+    def __init__(self, T, N, d, through):
+        self.T, self.N, self.d, self.through, self.D = T, N, d, through, (T - self.S - self.R + self.W - 1) // self.W
+        self.layers = []
+        for _ in range(layers_for(T * HKV * d * 4, N * T)):
+            self.layers.append({
+                "k": normal(HKV, T, d), "v": normal(HKV, T, d), "q": normal(N, H, d), "ks": normal(N, HKV, d),
+                "vs": normal(N, HKV, d), "d_out": normal(N, H, d),
+                "ln_u": (0.1 + 0.9 * torch.rand(HKV, self.D, device="cuda")).log(),
+                "open": (torch.rand(HKV, self.D, device="cuda") < 0.4).to(torch.uint8)})
+
+    def of_keys(self, gates):
+        """[HKV][D] of bins, nearest first -> [HKV][T] of keys; 0 in sink and recent."""
+        keys = gates.flip(1).repeat_interleave(self.W, 1)[:, -(self.T - self.S - self.R):]
+        return torch.nn.functional.pad(keys, (self.S, self.R))
+
+
+def eager_step(data, x, type):
+    """What the reference does: all rows in memory, one softmax (straight-through: two), autograd. -> out, gradients by
+    q and ln u."""
+    q, ks, vs, ln_u = (x[name].to(type if name != "ln_u" else torch.float32).requires_grad_()
+                       for name in ("q", "ks", "vs", "ln_u"))
+    k, v, G = x["k"].to(type), x["v"].to(type), H // HKV
+    rows = q.view(data.N, HKV, G, data.d).permute(1, 2, 0, 3).reshape(HKV, -1, data.d)
+    s = (rows @ k.transpose(1, 2)).float() / math.sqrt(data.d)
+    own = (rows @ ks.permute(1, 2, 0)).float() / math.sqrt(data.d)
+    later = torch.ones(data.N, data.N, dtype=torch.bool, device="cuda").triu(1).repeat(G, 1)
+    own = own.masked_fill(later, -math.inf)
+    p = torch.cat([s + data.of_keys(ln_u)[:, None], own], 2).softmax(2)
+    if data.through:
+        shut = (1 - data.of_keys(1 - x["open"].float()))[:, None] == 0
+        binary = torch.cat([s.masked_fill(shut, -math.inf), own], 2).softmax(2)
+        p = p + (binary - p).detach()
+    out = p.to(type) @ torch.cat([v, vs.transpose(0, 1)], 1)
+    out = out.view(HKV, G, data.N, data.d).permute(2, 0, 1, 3).reshape(data.N, H, data.d)
+    dq, d_ln_u = torch.autograd.grad(out, (q, ln_u), x["d_out"].to(type))
+    return out.detach(), dq, d_ln_u
+
+
+def flex_step(data, x, compiled):
+    """FlexAttention with the gate as a score_mod; relaxed only."""
+    q = x["q"].transpose(0, 1)[None].requires_grad_()
+    ln_u = x["ln_u"].clone().requires_grad_()
+    k = torch.cat([x["k"], x["ks"].transpose(0, 1)], 1)[None]
+    v = torch.cat([x["v"], x["vs"].transpose(0, 1)], 1)[None]
+    far = data.T - data.R
+
+    def gate(score, b, h, i, j):
+        inside = (j >= data.S) & (j < far)
+        bin = torch.where(inside, (far - 1 - j) // data.W, 0)
+        score = score + torch.where(inside, ln_u[h // (H // HKV), bin], 0.0)
+        return torch.where(j <= data.T + i, score, -math.inf)
+    out = compiled(q, k, v, score_mod=gate, enable_gqa=True)
+    dq, d_ln_u = torch.autograd.grad(out, (q, ln_u), x["d_out"].transpose(0, 1)[None])
+    return out[0].transpose(0, 1).detach(), dq[0].transpose(0, 1), d_ln_u
+
+
+def gated_row(name, T, N, d=128, through=False, compilers=False, bars=()):
+    """Forward and backward; FA3's is the ungated forward alone, the floor. compilers: minutes more."""
+    with torch.inference_mode(False), torch.enable_grad():
+        data = GatedData(T, N, d, through)
+        own = [OurGated(data, x) for x in data.layers]
+        want = eager_step(data, data.layers[0], torch.float32)
+
+        def wanted(out):
+            if out is None:
+                out = own[0].out, own[0].dq, own[0].d_ln_u
+            return 0.0 if out == "ungated" else max(map(error_of, out, want))
+
+        def fa3_forward():
+            if not fa3:
+                raise RuntimeError("missing: " + fa3_missing)
+            kv = [(x["k"].transpose(0, 1)[None], x["v"].transpose(0, 1)[None]) for x in data.layers]
+            return [lambda x=x, k=k, v=v: (fa3.flash_attn_with_kvcache(x["q"][None], k, v, pack_gqa=True), "ungated")[1]
+                    for x, (k, v) in zip(data.layers, kv)]
+
+        def steps(step):
+            return [lambda x=x: step(data, x, torch.bfloat16) for x in data.layers]
+        makers = {"eager": lambda: steps(eager_step), "fa3 forward": fa3_forward}
+        if compilers:
+            from torch.nn.attention.flex_attention import flex_attention
+            flex = torch.compile(flex_attention, dynamic=False)
+            makers["compiled"] = lambda: steps(torch.compile(eager_step, dynamic=False))
+            if not through:
+                makers["flex"] = lambda: [lambda x=x: flex_step(data, x, flex) for x in data.layers]
+        flops = 10 * d * H * N * T + (4 * d * H * N * T * 0.4 if through else 0)
+        finish(name, "bf16", own, makers, wanted, 0.05, 2 * HKV * T * d * 4, flops, bars)
+
+
 # name -> what to run. Bars are the greatest share of a peer's time, or least TB/s, that we want to reach.
 TABLE = {}
 
@@ -519,6 +656,15 @@ row_of("prefill chunk of 8K over 128K", attention_row, BF16, 128 * K, 8 * K, ["f
 for _type in (BF16, I8, FP8):
     row_of(f"pack {NAMES[_type]} from head-major", pack_row, _type, True, 0.92)
     row_of(f"pack {NAMES[_type]} from [T][Hkv][d]", pack_row, _type, False, 0.85)
+
+
+for _N in (32, 128, 512):
+    row_of(f"gated {_N} over 128K", gated_row, 130816, _N, compilers=_N == 128, bars=[("eager", 1 / 21)])
+    row_of(f"gated through {_N} over 128K", gated_row, 130816, _N, through=True, bars=[(f"gated {_N} over 128K", 1.3)])
+for _T in (8, 32):
+    row_of(f"gated 32 over {_T}K", gated_row, _T * K, 32)
+row_of("gated 128 over 130749 keys", gated_row, 130749, 128, bars=[("gated 128 over 128K", 1.02)])
+row_of("gated 128 over 128K, d 64", gated_row, 130816, 128, d=64)
 
 
 def main():

@@ -25,6 +25,16 @@ int main(void) {
     FIELD(dkv_attention, N_q), FIELD(dkv_attention, q), FIELD(dkv_attention, out), FIELD(dkv_attention, lse);
     FIELD(dkv_attention, context), FIELD(dkv_attention, tail), FIELD(dkv_attention, scale);
     FIELD(dkv_attention, softcap), FIELD(dkv_attention, sink);
+    STRUCT(dkv_suffix);
+    FIELD(dkv_suffix, N_q), FIELD(dkv_suffix, q), FIELD(dkv_suffix, k), FIELD(dkv_suffix, v), FIELD(dkv_suffix, out);
+    FIELD(dkv_suffix, lse), FIELD(dkv_suffix, out_relaxed), FIELD(dkv_suffix, lse_relaxed), FIELD(dkv_suffix, d_out);
+    FIELD(dkv_suffix, dq), FIELD(dkv_suffix, dk), FIELD(dkv_suffix, dv);
+    STRUCT(dkv_gated);
+    FIELD(dkv_gated, H), FIELD(dkv_gated, Hkv), FIELD(dkv_gated, d_k), FIELD(dkv_gated, d_v), FIELD(dkv_gated, T_c);
+    FIELD(dkv_gated, W), FIELD(dkv_gated, S), FIELD(dkv_gated, R), FIELD(dkv_gated, D), FIELD(dkv_gated, scale);
+    FIELD(dkv_gated, context), FIELD(dkv_gated, ln_u), FIELD(dkv_gated, open), FIELD(dkv_gated, suffix);
+    FIELD(dkv_gated, n_suffix), FIELD(dkv_gated, d_ln_u);
     printf("dkv_cuda_work fits %d\n", sizeof(dkv_cuda_work) <= 1024 ? 1024 : (int)sizeof(dkv_cuda_work));
+    printf("dkv_cuda_gated fits %d\n", sizeof(dkv_cuda_gated) <= 1024 ? 1024 : (int)sizeof(dkv_cuda_gated));
     return 0;
 }
