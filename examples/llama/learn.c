@@ -288,7 +288,8 @@ static bool put_pattern(const call *c) {
     float *ln_u = malloc((size_t)c->cells * sizeof *ln_u);
     if (!ln_u) return lm_fail(c->m, "no memory for %lld gates", (long long)c->cells);
     for (int64_t i = 0; i < c->cells; i++) ln_u[i] = !open || open[i] ? 0.0f : -INFINITY;
-    bool ok = c->d->copy(c->m, c->u.ln_u, ln_u, (size_t)c->cells * sizeof *ln_u);
+    double now;
+    bool ok = c->d->copy(c->m, c->u.ln_u, ln_u, (size_t)c->cells * sizeof *ln_u) && c->d->wait(c->m, &now);
     free(ln_u);
     return ok;
 }
