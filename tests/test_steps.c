@@ -17,15 +17,21 @@ static char dir[] = "/tmp/test_steps.XXXXXX", path[64];
 /* What a run is told, and what that means in each step. */
 typedef struct {
     const char *options;
-    int tied, by_p;
+    int tied, by_p, bins; /* bins: D, or 1 where a gate is a whole head */
     double rho[STEPS], lambda[STEPS], rate;
     int relaxed; /* steps */
 } course;
 
 static const course courses[] = {
-    {"--recipe reference --steps 3,3", 0, 1, {0.25, 0.25, 0.25, 0.25, 0.25, 0.25},
+    {"--recipe reference --steps 3,3", 0, 1, D, {0.25, 0.25, 0.25, 0.25, 0.25, 0.25},
      {0.125, 0.25, 0.375, 0.5, 0.5, 0.5}, 0.01, 3},
-    {"--steps 2,4 --anneal 0.75,0.5", 1, 0, {0.75, 0.75, 0.75, 0.5, 0.25, 0.25}, {1, 2, 3, 4, 4, 4}, 0.1, 2},
+    {"--steps 2,4 --anneal 0.75,0.5", 1, 0, D, {0.75, 0.75, 0.75, 0.5, 0.25, 0.25}, {1, 2, 3, 4, 4, 4}, 0.1, 2},
+    /* of 4 heads 3, 2, then 2 of 4 stay; of 16 cells in the end 6: a head and two bins */
+    {"--head-only --steps 2,4 --anneal 0.75,0.5", 1, 0, 1, {0.75, 0.75, 0.75, 0.575, 0.4, 0.4}, {1, 2, 3, 4, 4, 4},
+     0.1, 2},
+    /* of 8 query heads 3; of 32 bits in the end 11: two heads and three bins */
+    {"--head-only --recipe reference --steps 3,3", 0, 1, 1, {0.35, 0.35, 0.35, 0.35, 0.35, 0.35},
+     {0.125, 0.25, 0.375, 0.5, 0.5, 0.5}, 0.01, 3},
 };
 
 typedef struct {
@@ -37,7 +43,7 @@ typedef struct {
 } engine;
 
 typedef struct {
-    int n; /* gates: [L][H or Hkv][D] */
+    int n; /* gates: [L][H or Hkv][bins] */
     float a[L * H * D];
     double x[L * H * D], m[L * H * D], v[L * H * D];
     unsigned char M[L * H * D], open[L * Hkv * D];
@@ -99,7 +105,8 @@ static void learn_context(engine *e, learning *x, const course *how, int t, int 
         q[i].weight = 1. / (D * count[h.needle[i].bin]);
     }
     lm_exam exam = {prefill(e, ids), q, NEEDLES, (uint32_t)c};
-    lm_gating g = {{L, H, Hkv, D, how->tied}, W, S, R, x->a, open ? x->open : NULL, 3, (uint32_t)t};
+    lm_gating g = {{L, H, Hkv, how->bins, how->tied}, D / how->bins * W, S, R, x->a, open ? x->open : NULL, 3,
+                   (uint32_t)t};
     double loss;
     if (lm_learn(e->learner, &exam, 1, &g, da, &loss, NULL)) fail_msg("%s", lm_error(e->m));
     x->loss += loss;
@@ -125,12 +132,21 @@ static const double BETA = 2. / 3;
 
 static double p_of(double a) { return 1 / (1 + exp(-(a + BETA * log(1.1 / 0.1)))); }
 
-static void init(learning *x, const float *score, int tied) {
+/* Score of query head f's gate of bin b, or of all bins. */
+static double score_of(const float *score, const course *how, int f, int b) {
+    double sum = 0;
+    for (int k = 0; k < D; k++) sum += (double)score[f * D + k] / D;
+    return how->bins == 1 ? sum : (double)score[f * D + b];
+}
+
+static void init(learning *x, const float *score, const course *how) {
+    const int tied = how->tied, bins = how->bins;
     double s[L * H * D], mean = 0;
-    x->n = tied ? L * Hkv * D : L * H * D;
+    x->n = (tied ? L * Hkv : L * H) * bins;
     for (int i = 0; i < x->n; i++) {
-        const float *of = tied ? score + i / D * 2 * D + i % D : score + i;
-        s[i] = tied ? fmax((double)of[0], (double)of[D]) : (double)of[0];
+        const int f = i / bins, b = i % bins;
+        s[i] = tied ? fmax(score_of(score, how, 2 * f, b), score_of(score, how, 2 * f + 1, b))
+                    : score_of(score, how, f, b);
         mean += s[i] / x->n;
     }
     for (int i = 0; i < x->n; i++) {
@@ -139,21 +155,44 @@ static void init(learning *x, const float *score, int tied) {
     }
 }
 
-static void choose(learning *x, const course *how, double rho) {
+/* The k largest gates, in order. */
+static void pick(const learning *x, const course *how, long k, int *gate) {
     unsigned char in[L * H * D] = {0};
-    for (long k = lrint(rho * x->n); k > 0; k--) {
+    for (; k > 0; k--) {
         int best = -1;
         for (int i = 0; i < x->n; i++) {
             float key = how->by_p ? dkv_gate_p(x->a[i]) : x->a[i];
             if (!in[i] && (best < 0 || key > (how->by_p ? dkv_gate_p(x->a[best]) : x->a[best]))) best = i;
         }
-        if (best >= 0) in[best] = 1;
+        if (best >= 0) in[best] = 1, *gate++ = best;
     }
-    for (int i = 0; i < L * H * D; i++) x->M[i] = in[how->tied ? i / D / 2 * D + i % D : i];
-    for (int i = 0; i < L * Hkv * D; i++) {
-        const unsigned char *of = x->M + i / D * 2 * D + i % D;
-        x->open[i] = of[0] | of[D];
+}
+
+static void choose(learning *x, const course *how, double rho) {
+    int gate[L * H * D];
+    const long k = lrint(rho * x->n);
+    pick(x, how, k, gate);
+    memset(x->open, 0, sizeof x->open);
+    for (long i = 0; i < k; i++) {
+        const int f = gate[i] / how->bins;
+        x->open[(how->tied ? f : f / 2) * how->bins + gate[i] % how->bins] = 1;
     }
+}
+
+/* The budget counts bins, all of a gate together; the last gate's are the nearest. */
+static void finish(learning *x, const course *how, double rho) {
+    const int each = D / how->bins;
+    int gate[L * H * D];
+    long left = lrint(rho * x->n * each);
+    pick(x, how, x->n, gate);
+    memset(x->M, 0, sizeof x->M);
+    for (int i = 0; left > 0; i++)
+        for (int b = 0; b < each && left > 0; b++, left--) {
+            const int cell = gate[i] * each + b;
+            unsigned char *to = x->M + (how->tied ? cell / D * 2 * D + cell % D : cell);
+            to[0] = 1;
+            if (how->tied) to[D] = 1;
+        }
 }
 
 static void step(engine *e, learning *x, const course *how, int t) {
@@ -204,15 +243,15 @@ static void replay(void) {
     open_engine(&e);
     for (int k = 0; k < COUNT(courses); k++) {
         const course *how = &courses[k];
-        tool("train -m %s -s %s --needles %d --rounds %d --seed 3 --rho 0.25 %s --json -o %s/p.dkv >%s/log", path, file,
-             NEEDLES, ROUNDS, how->options, dir, dir);
+        tool("train -m %s -s %s --needles %d --rounds %d --seed 3 --rho %g %s --json -o %s/p.dkv >%s/log", path, file,
+             NEEDLES, ROUNDS, how->rho[STEPS - 1], how->options, dir, dir);
         char name[128];
         snprintf(name, sizeof name, "%s/log", dir);
         FILE *log = fopen(name, "r");
         CHECK(log);
         static learning x;
         memset(&x, 0, sizeof x);
-        init(&x, s.score, how->tied);
+        init(&x, s.score, how);
         for (int t = 0; t < STEPS; t++) {
             AT("%s, step %d", how->options, t);
             step(&e, &x, how, t);
@@ -220,7 +259,7 @@ static void replay(void) {
         }
         fclose(log);
         for (int i = 0; i < x.n; i++) x.a[i] = (float)x.x[i];
-        choose(&x, how, 0.25);
+        finish(&x, how, how->rho[STEPS - 1]);
         dkv_pattern p;
         snprintf(name, sizeof name, "%s/p.dkv", dir);
         load_pattern(&p, name);

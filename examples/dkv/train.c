@@ -96,19 +96,18 @@ static void check_arguments(const recipe *given) {
 /* What a run goes on from: one block. Parameters, AdamW's two moments; the same at the end of stage 1. */
 typedef struct {
     int64_t rho, step;  /* which of the rhos; steps taken */
-    float x[];          /* [2][3][n], then the last mask, [L][H][D] bytes */
+    float x[];          /* [2][3][n], then the last mask, [L][H][g.D] bytes */
 } train_state;
 
 typedef struct {
     exams *x;
-    dkv_gates g;
-    int64_t n_gates, bits;       /* gates; bits of a mask, L * H * D */
-    int64_t n, spread;           /* parameters, each of so many gates: 1, or with --head-only D */
+    dkv_gates g;                 /* with --head-only of one bin, all between sink and recent */
+    int64_t W, n, bits;          /* tokens of its bins; gates; bits of a mask, L * H * g.D */
     train_state *state;
     size_t state_bytes;
     uint64_t config;
-    float *a, *da, *dx;          /* [n_gates], [n_gates], [n] */
-    unsigned char *M, *open;     /* [L][H][D], [L][Hkv][D] */
+    float *da;                   /* [n] */
+    unsigned char *M, *open;     /* [L][H][g.D], [L][Hkv][g.D] */
     double seconds;              /* of this process's steps, prefills not counted */
     int64_t steps, prefills;     /* of this process; of the whole run, as far as it is ahead */
 } trainer;
@@ -147,8 +146,7 @@ static void learn_batch(void *user, const lm_exam *e, int64_t n, int64_t first) 
 static void choose_mask(trainer *t, double rho, report *out) {
     const int64_t cells = (int64_t)t->g.L * t->g.Hkv * t->g.D;
     int64_t K, fresh = 0, kept = 0;
-    for (int64_t i = 0; i < t->n_gates; i++) t->a[i] = now(t)[i / t->spread];
-    dkv_gates_top(t->M, &K, &t->g, t->a, (dkv_budget)r.budget, rho, r.by_p);
+    dkv_gates_top(t->M, &K, &t->g, now(t), (dkv_budget)r.budget, rho, r.by_p);
     dkv_gates_or(t->open, &t->g, t->M);
     for (int64_t i = 0; i < t->bits; i++) fresh += t->M[i] && !last_mask(t)[i];
     for (int64_t i = 0; i < cells; i++) kept += t->open[i];
@@ -163,36 +161,32 @@ static report take_step(trainer *t) {
     const step_plan p = schedule(&r, step, rhos[t->state->rho]);
     report out = {0};
     choose_mask(t, p.rho, &out);
-    lm_gating g = {t->g, t->x->o.W, t->x->o.S, t->x->o.R, t->a, p.through ? t->open : NULL, (uint64_t)t->x->o.seed,
+    lm_gating g = {t->g, t->W, t->x->o.S, t->x->o.R, now(t), p.through ? t->open : NULL, (uint64_t)t->x->o.seed,
                    (uint32_t)step};
-    memset(t->da, 0, (size_t)t->n_gates * sizeof *t->da);
+    memset(t->da, 0, (size_t)t->n * sizeof *t->da);
     each_batch(t->x, round * t->x->per_round, t->x->per_round, learn_batch, &(step_part){t, &g, &out});
-    out.expected = dkv_gates_penalty(t->da, &t->g, t->a, (dkv_budget)r.budget, (float)p.lambda);
+    out.expected = dkv_gates_penalty(t->da, &t->g, now(t), (dkv_budget)r.budget, (float)p.lambda);
     out.exact /= (double)out.questions;
-
-    memset(t->dx, 0, (size_t)t->n * sizeof *t->dx);
-    for (int64_t i = 0; i < t->n_gates; i++) t->dx[i / t->spread] += t->da[i];
-    out.norm = dkv_gates_clip(t->dx, t->n);
-    dkv_gates_adamw(now(t), now(t) + t->n, now(t) + 2 * t->n, t->dx, t->n, step + 1, p.rate);
+    out.norm = dkv_gates_clip(t->da, t->n);
+    dkv_gates_adamw(now(t), now(t) + t->n, now(t) + 2 * t->n, t->da, t->n, step + 1, p.rate);
     t->state->step++;
-    if (t->state->step == r.A) memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->dx);
+    if (t->state->step == r.A) memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->da);
     return out;
 }
 
 /* ---- beginning ----------------------------------------------------------- */
 
-/* With --head-only a head has one score, its mean. */
+/* A gate of several bins has their mean score. */
 static void init_gates(trainer *t, const score_table *s) {
+    const int64_t each = s->D / t->g.D;
     float *S = allocate((size_t)t->bits, sizeof *S);
-    memcpy(S, s->score, (size_t)t->bits * sizeof *S);
-    for (int64_t f = 0; head_only && f < t->bits / t->g.D; f++) {
+    for (int64_t i = 0; i < t->bits; i++) {
         double sum = 0;
-        for (int64_t b = 0; b < t->g.D; b++) sum += (double)S[f * t->g.D + b];
-        for (int64_t b = 0; b < t->g.D; b++) S[f * t->g.D + b] = (float)(sum / t->g.D);
+        for (int64_t b = 0; b < each; b++) sum += (double)s->score[i * each + b];
+        S[i] = (float)(sum / (double)each);
     }
-    dkv_gates_init(t->a, &t->g, S);
-    for (int64_t i = 0; i < t->n; i++) now(t)[i] = t->a[i * t->spread];
-    memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->dx);
+    dkv_gates_init(now(t), &t->g, S);
+    memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->da);
     free(S);
 }
 
@@ -203,21 +197,19 @@ static uint64_t hash_config(const trainer *t, const score_table *s) {
                           (double)t->x->kept, (double)t->x->group};
     uint64_t hash = hash_bytes(t->x->run_hash, all, sizeof all);
     hash = hash_bytes(hash, rhos, (size_t)n_rhos * sizeof *rhos);
-    return hash_bytes(hash, s->score, (size_t)t->bits * sizeof *s->score);
+    return hash_bytes(hash, s->score, (size_t)s->L * (size_t)s->H * (size_t)s->D * sizeof *s->score);
 }
 
 static trainer open_trainer(exams *x, const score_table *s) {
-    trainer t = {.x = x, .g = {s->L, s->H, s->Hkv, s->D, r.gates == PER_KV_HEAD}, .spread = head_only ? s->D : 1};
-    t.n_gates = dkv_gates_count(&t.g);
-    t.bits = (int64_t)s->L * s->H * s->D;
-    t.n = t.n_gates / t.spread;
+    trainer t = {.x = x, .g = {s->L, s->H, s->Hkv, head_only ? 1 : s->D, r.gates == PER_KV_HEAD}};
+    t.W = x->o.W * (s->D / t.g.D);
+    t.n = dkv_gates_count(&t.g);
+    t.bits = (int64_t)s->L * s->H * t.g.D;
     t.state_bytes = sizeof *t.state + 6 * (size_t)t.n * sizeof(float) + (size_t)t.bits;
     t.state = allocate(1, t.state_bytes);
-    t.a = allocate((size_t)t.n_gates, sizeof *t.a);
-    t.da = allocate((size_t)t.n_gates, sizeof *t.da);
-    t.dx = allocate((size_t)t.n, sizeof *t.dx);
+    t.da = allocate((size_t)t.n, sizeof *t.da);
     t.M = allocate((size_t)t.bits, 1);
-    t.open = allocate((size_t)s->L * (size_t)s->Hkv * (size_t)s->D, 1);
+    t.open = allocate((size_t)s->L * (size_t)s->Hkv * (size_t)t.g.D, 1);
     t.config = hash_config(&t, s);
     init_gates(&t, s);
     return t;
@@ -226,9 +218,7 @@ static trainer open_trainer(exams *x, const score_table *s) {
 static void close_trainer(trainer *t) {
     free(t->open);
     free(t->M);
-    free(t->dx);
     free(t->da);
-    free(t->a);
     free(t->state);
 }
 
@@ -280,15 +270,31 @@ static char *output_name(double rho) {
     return name;
 }
 
+/* Fills p's sizes and bits with the Top-K over all D bins. A gate of several bins has the same logit in each, and ties
+   go to the nearer bin: whole heads in order, of the last one as many of the nearest bins as the budget has left. */
+static void export_mask(trainer *t, dkv_pattern *p, void *bits) {
+    dkv_gates g = t->g;
+    g.D = (int32_t)t->x->D;
+    const int64_t each = g.D / t->g.D, n = t->n * each;
+    float *a = allocate((size_t)n, sizeof *a);
+    unsigned char *M = allocate((size_t)(t->bits * each), 1);
+    int64_t K;
+    for (int64_t i = 0; i < n; i++) a[i] = now(t)[i / each];
+    dkv_gates_top(M, &K, &g, a, (dkv_budget)r.budget, p->rho, r.by_p);
+    dkv_gates_export(p, bits, NULL, &g, M, a);
+    free(M);
+    free(a);
+}
+
 static void export_pattern(trainer *t) {
     const exams *x = t->x;
+    const dkv_shape *s = &lm_get_params(x->m)->shape;
     const double rho = rhos[t->state->rho];
-    report end = {0};
-    choose_mask(t, rho, &end);
-    dkv_pattern p = {.d = lm_get_params(x->m)->shape.d_k, .W = x->o.W, .S = x->o.S, .R = x->o.R, .rho = rho,
-                     .budget = (dkv_budget)r.budget, .data_hash = x->data_hash, .seed = (uint64_t)x->o.seed};
-    void *bits = allocate((size_t)t->g.L * (size_t)t->g.H, (size_t)dkv_pattern_words(t->g.D) * 8);
-    dkv_gates_export(&p, bits, NULL, &t->g, t->M, t->a);
+    const int64_t cells = s->L * s->Hkv * x->D, all = s->L * s->H * x->D;
+    dkv_pattern p = {.d = s->d_k, .W = x->o.W, .S = x->o.S, .R = x->o.R, .rho = rho, .budget = (dkv_budget)r.budget,
+                     .data_hash = x->data_hash, .seed = (uint64_t)x->o.seed};
+    void *bits = allocate((size_t)s->L * (size_t)s->H, (size_t)dkv_pattern_words(x->D) * 8);
+    export_mask(t, &p, bits);
     memcpy(p.model, x->name, sizeof p.model);
     snprintf(p.tool, sizeof p.tool, "dkv %s train --recipe %s%s", dkv_version(),
              recipe_name == OURS ? "ours" : "reference", head_only ? " --head-only" : "");
@@ -297,7 +303,7 @@ static void export_pattern(trainer *t) {
     show_line("%s", "");
     if (!json)
         printf("%s: %lld of %lld bits, logical %.4f, physical %.4f\n", base_name(name), (long long)p.K,
-               (long long)t->bits, end.logical, end.physical);
+               (long long)all, (double)p.K / (double)all, (double)count_cells(&p) / (double)cells);
     free(name);
     free(bits);
 }
@@ -319,7 +325,7 @@ static bool train(trainer *t) {
         }
         export_pattern(t);
         s->step = r.A;
-        memcpy(now(t), stage_1(t), 3 * (size_t)t->n * sizeof *t->dx);
+        memcpy(now(t), stage_1(t), 3 * (size_t)t->n * sizeof *t->da);
     }
     return true;
 }
