@@ -56,6 +56,25 @@ static void scores(void) {
     check_rows("00000 00000 00000 00001 00010 00000");
 }
 
+/* The nearest 3 bins, 8 cells of 11, and a control of those. */
+static void fewer_bins(void) {
+    enum { NEAR = 3 };
+    read_rows(given, PATTERN);
+    dkv_pattern p = pattern_of_cells(&shape, given), q = cut_pattern(&p, NEAR);
+    CHECK_OK(dkv_pattern_check(&q));
+    CHECK_INT(q.K, 8 * (H / Hkv));
+    for (int f = 0; f < L * H; f++)
+        for (int b = 0; b < NEAR; b++) {
+            AT("row %d, bin %d", f, b);
+            CHECK_INT(dkv_pattern_get(&q, f / H, f % H, b), dkv_pattern_get(&p, f / H, f % H, b));
+        }
+    make_control(got, CONTROL_HEAD_ONLY, &q, NULL, 7); /* head 3 keeps 3; 0 and 1 tie, so 0, and two bins of 1 */
+    read_rows(given, "111 110 000 111 000 000");
+    for (int i = 0; i < L * Hkv * NEAR; i++) CHECK_INT(got[i], given[i]);
+    free((void *)(uintptr_t)q.bits);
+    free((void *)(uintptr_t)p.bits);
+}
+
 static int count(const unsigned char *cells, int n) {
     int ones = 0;
     for (int i = 0; i < n; i++) ones += cells[i];
@@ -116,6 +135,7 @@ static void shuffles(void) {
 int main(void) {
     static const test_case cases[] = {{"controls by hand", by_hand, 0},
                                       {"scores only, ties", scores, 0},
+                                      {"of fewer bins", fewer_bins, 0},
                                       {"cells of random patterns", counts, 0},
                                       {"shuffles are uniform", shuffles, 0}};
     return run_cases("control", cases, COUNT(cases));

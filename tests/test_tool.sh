@@ -50,6 +50,8 @@ for command in run info pattern plot data import; do
     holds "$command --help" sh -c "'$DKV' $command --help | grep -q '^usage: dkv $command'"
     refused "$command: unknown option" 2 "no option --wrong" "$DKV" "$command" --wrong
 done
+holds "--help: choices that are long" sh -c "'$DKV' pattern --help |
+    grep -qF 'full|heads|mask|streaming|random|head-only|distance-only|distance-shuffled|fully-shuffled|scores-only'"
 refused "no command" 2 "which command" "$DKV"
 refused "wrong command" 2 "no command 'walk'" "$DKV" walk
 refused "missing value" 2 "--kind needs a value" "$DKV" pattern --kind
@@ -98,6 +100,19 @@ make() { "$DKV" pattern --kind "$@" -o "$t/p.dkv"; }
     refused "head outside" 1 "--heads 3:0 is outside" "$DKV" pattern --kind heads --heads 3:0 $SHAPE -o "$t/x"
     refused "heads unreadable" 2 "cannot read '1-2'" "$DKV" pattern --kind heads --heads 0:1,1-2 $SHAPE -o "$t/x"
     refused "unwritable" 1 "/nowhere/x" "$DKV" pattern --kind full $SHAPE -o /nowhere/x
+    full() { "$DKV" pattern --kind full $SHAPE -o "$@"; }
+    full "$t/p.dkv"; ln -s real.dkv "$t/link.dkv"; full "$t/link.dkv"
+    holds "a link stays, what it leads to is written" cmp "$t/p.dkv" "$t/real.dkv"
+    equal "a link is no file" "$(readlink "$t/link.dkv")" real.dkv
+    mkfifo "$t/pipe"; timeout 10 cat "$t/pipe" > "$t/piped" & full "$t/pipe"; wait $!
+    holds "a pipe" cmp "$t/p.dkv" "$t/piped"
+    ln -s /dev/full "$t/device"
+    refused "a device" 1 "cannot write $t/device: No space" full "$t/device"
+    ln -s /dev/full "$t/y.dkv.tmp"
+    refused "no space" 1 "cannot write $t/y.dkv: No space" full "$t/y.dkv"
+    mkdir "$t/folder"
+    refused "a folder" 1 "cannot write $t/folder: Is a directory" full "$t/folder"
+    equal "failures leave nothing" "$(ls "$t" | grep -c 'tmp$')" 0
     refused "model id not ASCII" 2 "printable ASCII" "$DKV" pattern --kind full $SHAPE --model "é" -o "$t/x"
 }
 

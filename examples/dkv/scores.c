@@ -136,6 +136,11 @@ void save_scores(const score_table *s, const char *path) {
     free(p);
 }
 
+void check_scored_model(const score_table *s, const char *path, const char *model) {
+    if (*s->model && *model && strcmp(s->model, model))
+        fail("%s holds scores of %s, not of %s", path, s->model, model);
+}
+
 void check_scores_match(const score_table *s, const char *s_path, const dkv_pattern *p, const char *p_path) {
     if (s->L != p->L || s->H != p->H || s->Hkv != p->Hkv || s->D != p->D)
         fail("%s has %d layers, %d and %d heads, %d bins; %s has %d, %d and %d, %d", s_path, s->L, s->H, s->Hkv, s->D,
@@ -143,4 +148,5 @@ void check_scores_match(const score_table *s, const char *s_path, const dkv_patt
     if (s->W != p->W || s->S != p->S || s->R != p->R)
         fail("%s has bins of %lld, sink %lld, recent %lld; %s has %lld, %lld, %lld", s_path, (long long)s->W,
              (long long)s->S, (long long)s->R, p_path, (long long)p->W, (long long)p->S, (long long)p->R);
+    check_scored_model(s, s_path, p->model);
 }

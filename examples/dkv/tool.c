@@ -10,7 +10,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 /* ---- errors -------------------------------------------------------------- */
 
@@ -50,11 +52,10 @@ enum { MAX_OPTIONS = 32, LONG_ONLY = 256 };
 static void print_help(const tool_option *options, const char *synopsis, const char *notes) {
     printf("usage: %s\n\n", synopsis);
     for (const tool_option *o = options; o->type != OPT_END; o++) {
-        char left[80], key[8] = "    ";
-        if (o->key) snprintf(key, sizeof key, "-%c, ", o->key);
-        snprintf(left, sizeof left, "%s--%s %s", key, o->name, o->value ? o->value : "");
-        if (strlen(left) > 28) printf("  %s\n%32s%s\n", left, "", o->help);
-        else printf("  %-28s  %s\n", left, o->help);
+        int n = o->key ? printf("  -%c, ", o->key) : printf("      ");
+        n += printf("--%s %s", o->name, o->value ? o->value : "");
+        if (n > 30) putchar('\n'), n = 0;
+        printf("%*s%s\n", 32 - n, "", o->help);
     }
     printf("  %-28s  %s\n", "    --help", "print this");
     if (notes) printf("\n%s", notes);
@@ -145,14 +146,46 @@ char *read_text(const char *path) {
     return text;
 }
 
+const char *base_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+__attribute__((noreturn)) static void cannot_write(const char *path) {
+    fail("cannot write %s: %s", path, strerror(errno));
+}
+
+/* A plain file, or a new one. Devices, pipes and symbolic links are written to as they are. */
+static bool replaceable(const char *path) {
+    struct stat s;
+    return lstat(path, &s) || S_ISREG(s.st_mode);
+}
+
+void check_writable(const char *path) {
+    struct stat s;
+    char *folder;
+    if (!*path) fail("a file to write needs a name");
+    if (asprintf(&folder, "%.*s.", (int)(base_name(path) - path), path) < 0) fail("out of memory");
+    if (!stat(path, &s) && S_ISDIR(s.st_mode)) errno = EISDIR, cannot_write(path);
+    if (access(replaceable(path) ? folder : path, W_OK)) cannot_write(path);
+    free(folder);
+}
+
 void write_file(const char *path, const void *data, size_t bytes) {
-    char *temporary;
-    if (asprintf(&temporary, "%s.tmp", path) < 0) fail("out of memory");
-    FILE *f = fopen(temporary, "wb");
-    if (!f) fail("cannot write %s: %s", temporary, strerror(errno));
+    const bool replaced = replaceable(path);
+    char *beside;
+    if (asprintf(&beside, "%s.tmp", path) < 0) fail("out of memory");
+    FILE *f = fopen(replaced ? beside : path, "wb");
+    if (!f) cannot_write(path);
     bool written = fwrite(data, 1, bytes, f) == bytes;
-    if (fclose(f) || !written || rename(temporary, path)) fail("cannot write %s: %s", path, strerror(errno));
-    free(temporary);
+    written &= !fclose(f); /* the last bytes may fail only here */
+    if (!written || (replaced && rename(beside, path))) {
+        const int why = errno;
+        if (replaced) remove(beside);
+        errno = why;
+        cannot_write(path);
+    }
+    free(beside);
 }
 
 void load_pattern(dkv_pattern *out, const char *path) {
@@ -160,11 +193,6 @@ void load_pattern(dkv_pattern *out, const char *path) {
     dkv_result r = dkv_pattern_load(out, path, NULL);
     if (r == DKV_ERR_IO) fail("cannot read %s: %s", path, strerror(errno));
     if (r != DKV_OK) fail("%s: %s", path, dkv_result_string(r));
-}
-
-const char *base_name(const char *path) {
-    const char *slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
 }
 
 /* ---- models ------------------------------------------------------------- */
@@ -229,8 +257,27 @@ int64_t count_cells(const dkv_pattern *p) {
 void save_pattern(dkv_pattern *p, const char *path) {
     p->K = dkv_pattern_count(p);
     if (p->rho < 0) p->rho = (double)p->K / (double)((int64_t)p->L * p->H * p->D);
-    dkv_result r = dkv_pattern_save(p, path);
-    if (r != DKV_OK) fail("%s: %s", path, dkv_result_string(r));
+    size_t bytes;
+    dkv_result r = dkv_pattern_write(NULL, &bytes, p);
+    void *image = allocate(1, r ? 1 : bytes);
+    if (!r) r = dkv_pattern_write(image, &bytes, p);
+    if (r) fail("%s: %s", path, dkv_result_string(r));
+    write_file(path, image, bytes);
+    free(image);
+}
+
+dkv_pattern cut_pattern(const dkv_pattern *p, int64_t D) {
+    dkv_pattern q = *p;
+    q.D = (int32_t)D;
+    q.p = NULL;
+    q.bits = allocate((size_t)q.L * (size_t)q.H, (size_t)dkv_pattern_words(D) * 8);
+    for (int64_t i = 0; i < (int64_t)q.L * q.H * D; i++) {
+        const int l = (int)(i / D / q.H), h = (int)(i / D % q.H);
+        dkv_bits_set((void *)(uintptr_t)q.bits, &q, l, h, i % D, dkv_pattern_get(p, l, h, i % D));
+    }
+    q.K = dkv_pattern_count(&q);
+    q.rho = (double)q.K / (double)((int64_t)q.L * q.H * D);
+    return q;
 }
 
 void pattern_cells(unsigned char *cells, const dkv_pattern *p) {

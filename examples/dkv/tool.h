@@ -47,7 +47,9 @@ struct cJSON;
 
 char *read_file(const char *path, size_t *bytes);   /* with a zero behind the last byte */
 char *read_text(const char *path);                  /* the same, without zeros inside */
-void write_file(const char *path, const void *data, size_t bytes); /* PATH.tmp, renamed: a failure loses nothing */
+/* PATH.tmp, renamed: a failure loses nothing. A device, a pipe or what a symbolic link leads to is written in place. */
+void write_file(const char *path, const void *data, size_t bytes);
+void check_writable(const char *path);              /* fails where write_file would, before long work */
 void load_pattern(dkv_pattern *out, const char *path);
 const char *base_name(const char *path);
 
@@ -66,6 +68,7 @@ void fill_nearest(dkv_pattern *p, int64_t rows, int64_t wanted); /* nearest bin 
 int64_t count_cells(const dkv_pattern *p);                       /* (layer, KV head, bin) that stay */
 void check_model_id(const char *model);                          /* of --model; NULL is fine */
 void save_pattern(dkv_pattern *p, const char *path);             /* K, and rho if negative, follow from the bits */
+dkv_pattern cut_pattern(const dkv_pattern *p, int64_t D);        /* its nearest D bins; bits are the caller's to free */
 
 /* As cells, [L][Hkv][D] of 0 and 1, and back: shape and model of `like`, all of a group or none, physical budget; bits
    are the caller's to free. */
@@ -103,6 +106,8 @@ void load_scores(score_table *out, const char *path);
 void save_scores(const score_table *s, const char *path);
 void free_scores(score_table *s);
 bool is_score_file(const char *path); /* by its first bytes */
+/* Fails unless the scores were measured on that model. A name may be unknown: empty. */
+void check_scored_model(const score_table *s, const char *path, const char *model);
 /* Fails unless the scores were measured on a model and with bins such as the pattern has. */
 void check_scores_match(const score_table *s, const char *s_path, const dkv_pattern *p, const char *p_path);
 
