@@ -39,6 +39,11 @@ for command in probe train score; do
     refused "$command: unknown option" 2 "no option --wrong" "$DKV" $command --wrong
     refused "$command: no model" 2 "which model" "$DKV" $command
 done
+helps() { holds "$1 --help: $2" sh -c "'$DKV' $1 --help | grep -q -- '$2'"; }
+helps probe "--ctx T .*(default: what fits; cpu: up to 2048)"
+helps probe "--needles N .*(default: 4)"
+helps train "--needles N .*(default: the recipe.s)"
+helps score "--bin-width W .*(default: the pattern.s)"
 refused "probe: no output" 2 "where to" "$DKV" probe -m x
 refused "probe: no such model" 1 "$t/none" "$DKV" probe -m "$t/none" -o "$t/x"
 refused "train: no budget" 2 "how much" "$DKV" train -m x -s x
@@ -47,11 +52,27 @@ wrong() { name=$1 status=$2 text=$3; shift 3; refused "train: $name" $status "$t
 wrong "a ratio above 1" 2 "--rho must be" --rho 0.2,1.5
 wrong "no ratio" 2 "--rho must be" --rho 0.2,x
 wrong "one number of steps" 2 "--steps must be A,B" --rho 0.2 --steps 5
+wrong "an empty ratio" 2 "how much may stay" --rho ""
+wrong "a ratio twice" 2 "--rho 0.2,0.3,0.20000001 has 0.2 twice" --rho 0.2,0.3,0.20000001
 wrong "annealing" 2 "--anneal must be FROM,SHARE" --rho 0.2 --anneal 0.6,1.5
-wrong "cells under a logical budget" 2 "--gates kv counts cells" --rho 0.2 --gates kv --budget logical
+wrong "cells under a logical budget" 2 "--budget logical needs --gates query" --rho 0.2 --gates kv --budget logical
+wrong "a logical budget alone" 2 "--budget logical needs --gates query" --rho 0.2 --budget logical
 wrong "a pause without a state" 2 "--pause-after needs --resume" --rho 0.2 --pause-after 3
 wrong "lengths beside scores" 2 "leave --ctx" --rho 0.2 --ctx 480
 wrong "no scores there" 1 "cannot read x" --rho 0.2
+mkdir "$t/folder.dkv" "$t/r-0.3.dkv"
+for command in probe "train --rho 0.2"; do # before the model, which is not there, is looked for
+    # shellcheck disable=SC2086
+    early() { text=$1; shift; refused "$command: $text" 1 "$text" "$DKV" $command -m x "$@"; }
+    early "cannot write $t/folder.dkv: Is a directory" -o "$t/folder.dkv"
+    early "cannot write /nowhere/x: No such file" -o /nowhere/x
+    early "cannot write $t/folder.dkv: Is a directory" -o "$t/x" --resume "$t/folder.dkv"
+    early "cannot write README.md/x: Not a directory" -o README.md/x
+    early "a file to write needs a name" -o ""
+done
+refused "train: the second name is a folder" 1 "cannot write $t/r-0.3.dkv: Is a directory" \
+    "$DKV" train -m x --rho 0.2,0.3 -o "$t/r.dkv"
+rmdir "$t/r-0.3.dkv"
 refused "score: no patterns" 2 "which patterns" "$DKV" score -m x
 refused "score: no such pattern" 1 "cannot read x" "$DKV" score -m x -p x
 refused "score: scores for nothing" 2 "--scores goes with --controls" "$DKV" score -m x -p x --scores x
@@ -59,6 +80,15 @@ refused "score: scores for nothing" 2 "--scores goes with --controls" "$DKV" sco
 if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen2; then
     M=$t/f32.gguf
     # 4 bins of 96 bytes, 2 layers, 4 query heads, 2 KV heads: 16 cells
+    # bend STATE WORD VALUE FILE: 64-bit words of a state's data, its CRC32 made right again
+    bend() { python3 - "$@" <<'EOF'
+import struct, sys, zlib
+state, word, value, to = sys.argv[1:]
+bytes_ = bytearray(open(state, "rb").read()[:-4])
+struct.pack_into("<q", bytes_, 16 + 8 * int(word), int(value))
+open(to, "wb").write(bytes_ + struct.pack("<I", zlib.crc32(bytes_)))
+EOF
+    }
     probe() { "$DKV" probe -m "$M" --ctx 480 --bin-width 96 --sink 32 --recent 64 --needles 2 "$@"; }
 
     # ---- probe
@@ -73,10 +103,19 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     probe -o "$t/again.dks" --resume "$t/probed" > /dev/null
     probe -o "$t/resumed.dks" --resume "$t/probed" > /dev/null
     holds "probe: from its state" cmp "$t/s.dks" "$t/resumed.dks"
+    for bent in "0 -1" "0 17" "1 33" "1 -1"; do # conditions taken, of 16; cells, 32
+        # shellcheck disable=SC2086
+        bend "$t/probed" $bent "$t/bent"
+        refused "probe: a state with $bent" 1 "or damaged" probe -o "$t/x" --resume "$t/bent"
+    done
+    probe --dry-run --resume "$t/probed" 2> "$t/err"
+    holds "probe: --dry-run at the end" grep -q '^probe: 0 prefills of .* 0 questions of [1-9].*; 0 + 0 PFLOP' "$t/err"
     refused "probe: another run's state" 1 "other settings" probe -o "$t/x" --resume "$t/probed" --seed 1
     refused "probe: not whole bins" 1 "--ctx 500 is not sink + recent + whole bins of 96; 480 is" probe -o "$t/x" --ctx 500
-    refused "probe: no room for questions" 1 "leaves no room" probe -o "$t/x" --ctx 2016
-    refused "probe: more needles than bins" 1 "asks about 5" probe -o "$t/x" --needles 5
+    refused "probe: no room for questions" 1 "takes 2048 tokens; at most --ctx 1728" probe -o "$t/x" --ctx 2016
+    holds "probe: what has room" probe --dry-run --ctx 1728
+    refused "probe: no room for any" 1 "and sink and recent are 1864" probe -o "$t/x" --ctx 2056 --recent 1832
+    refused "probe: more needles than bins" 1 "4 bins and asks about 5; lower --needles" probe -o "$t/x" --needles 5
     refused "probe: no room for a cache" 1 "more than --kv-memory" probe -o "$t/x" --kv-memory 0.000001
     refused "probe: unwritable" 1 "cannot write /nowhere/x" probe -o /nowhere/x
     probe --dry-run > "$t/out" 2> "$t/err"
@@ -117,15 +156,16 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     # interrupted: in stage 1, between, in stage 2, between ratios, and killed somewhere
     rm -f "$t/r-0.5.dkv" "$t/r-0.25.dkv"
     for pause in 1 1 2 3 4; do
-        train --rho 0.5,0.25 -o "$t/r.dkv" --resume "$t/state" --pause-after $pause --json >> "$t/resumed" || flunk "pause"
+        train --rho 0.5,0.25 -o "$t/r.dkv" --resume "$t/state" --pause-after $pause --json >> "$t/resumed" 2> "$t/err" ||
+            flunk "pause"
     done
+    equal "train: says that it paused" "$(cat "$t/err")" "paused after 4 steps; the same command goes on from $t/state"
     holds "train: not yet finished" [ ! -e "$t/r-0.25.dkv" ]
     train --rho 0.5,0.25 -o "$t/r.dkv" --resume "$t/state" --json >> "$t/resumed"
     holds "train: interrupted and resumed, the same pattern" cmp "$t/q-0.5.dkv" "$t/r-0.5.dkv"
     holds "train: and the next" cmp "$t/q-0.25.dkv" "$t/r-0.25.dkv"
-    train --rho 0.5,0.25 -o "$t/q.dkv" --json | grep '^{' > "$t/log"
-    grep '^{' "$t/resumed" > "$t/resumed.log"
-    holds "train: and the same steps" cmp "$t/log" "$t/resumed.log"
+    train --rho 0.5,0.25 -o "$t/q.dkv" --json > "$t/log"
+    holds "train: and the same steps, nothing else" cmp "$t/log" "$t/resumed"
     rm -f "$t/state"
     "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --steps 2,5 --rounds 2 --rho 0.5,0.25 -o "$t/k.dkv" \
         --resume "$t/state" > /dev/null 2>&1 & # not by train(), whose process would be a shell's
@@ -136,6 +176,19 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     equal "train: killed before its end" "$? $(ls "$t" | grep -c '^k-')" "137 0"
     train --rho 0.5,0.25 -o "$t/k.dkv" --resume "$t/state" > /dev/null
     holds "train: killed and resumed, the same pattern" cmp "$t/q-0.25.dkv" "$t/k-0.25.dkv"
+    train --rho 0.5,0.25 --dry-run --resume "$t/state" 2> "$t/err"
+    holds "train: --dry-run at the end" grep -q '^train: 0 prefills of .* 0 questions of [1-9].*; 0 + 0 PFLOP' "$t/err"
+    train --rho 0.5,0.25 -o "$t/k.dkv" --resume "$t/state" > /dev/null
+    holds "train: at the end, the same again" cmp "$t/q-0.25.dkv" "$t/k-0.25.dkv"
+    rm "$t/k-0.5.dkv"
+    refused "train: a pattern gone, and its steps taken" 1 \
+        "k-0.5.dkv is missing, and $t/state is past it; bring it back, or remove the state to start anew" \
+        train --rho 0.5,0.25 -o "$t/k.dkv" --resume "$t/state"
+    for bent in "0 -1" "0 2" "1 1" "1 8"; do # which ratio, of 2; steps, 2 .. 7 as it is the second
+        # shellcheck disable=SC2086
+        bend "$t/state" $bent "$t/bent"
+        refused "train: a state with $bent" 1 "or damaged" train --rho 0.5,0.25 -o "$t/x" --resume "$t/bent"
+    done
     refused "train: another run's state" 1 "other settings" train --rho 0.25 -o "$t/x" --resume "$t/state"
     head -c 100 "$t/state" > "$t/cut"
     refused "train: a cut state" 1 "remove it to start anew" train --rho 0.5,0.25 -o "$t/x" --resume "$t/cut"
@@ -149,10 +202,22 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
         "logical 8 0.25 $("$DKV" --version) train --recipe reference"
     holds "train: query heads, cells" train --gates query --rho 0.25 -o "$t/query.dkv"
     equal "train: whole groups" "$(about "$t/query.dkv" budget cells ones)" "physical 4 8"
-    holds "train: heads only" train --head-only --rho 0.25 -o "$t/head.dkv"
+    holds "train: heads only" train --head-only --rho 0.4 -o "$t/head.dkv"
+    equal "train: a head, and two bins of another" "$(about "$t/head.dkv" cells rho)" "6 0.4"
     "$DKV" pattern --kind head-only --match "$t/head.dkv" -o "$t/x.dkv" > /dev/null
     bits() { tail -c +257 "$1" | head -c -4 | od -An -tx1; }
     equal "train: heads only are whole heads" "$(bits "$t/head.dkv")" "$(bits "$t/x.dkv")"
+    cp "$M" "$t/broken.gguf"
+    printf '\0\0\300\177' | dd of="$t/broken.gguf" bs=1 seek=$(($(wc -c < "$M") - 4)) conv=notrunc 2> /dev/null # NaN
+    refused "train: no number" 1 "dkv: step 1: the loss is" "$DKV" train -m "$t/broken.gguf" -s "$t/s.dks" --needles 2 \
+        --rho 0.2 -o "$t/x" --resume "$t/never"
+    holds "train: and no state of it" [ ! -e "$t/never" ]
+    sed 's/random f32/random f64/' "$M" > "$t/named.gguf"
+    refused "train: a model of another name" 1 "s.dks holds scores of random f32, not of random f64" \
+        "$DKV" train -m "$t/named.gguf" -s "$t/s.dks" --needles 2 --rho 0.2 -o "$t/x"
+    "$DKV" pattern --kind random --match "$t/p.dkv" --model other -o "$t/other.dkv" > /dev/null
+    refused "pattern: scores of a model of another name" 1 "s.dks holds scores of random f32, not of other" \
+        "$DKV" pattern --kind scores-only --match "$t/other.dkv" --scores "$t/s.dks" -o "$t/x"
     refused "train: another model's scores" 1 "is of a model with 2 layers of 4 and 2 heads" \
         "$DKV" train -m "$t/qwen2.gguf" -s "$t/s.dks" --needles 2 --rho 0.2 -o "$t/x"
     train --rho 0.25 --dry-run 2> "$t/err"
@@ -168,6 +233,17 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     equal "score: controls beside their patterns" "$(sed -n 's/^\(.*\) random .* \(.*dkv\)$/\1 \2/p' "$t/table" | xargs)" "p.dkv p.dkv full.dkv full.dkv"
     holds "score: everything kept is dense" sh -c \
         "grep '^full.dkv  ' '$t/table' | head -3 | grep -c '+0.000 ( *+0.000.. *+0.000)  *0.000' | grep -qx 3"
+    ratios() { sed -n 's/.*"physical_ratio":[[:space:]]*\(.*\),/\1/p' "$1" | sort -u | xargs; }
+    score -p "$t/query.dkv" --controls --scores "$t/s.dks" --json > "$t/j"
+    equal "score: dense, and controls that keep as much" "$(ratios "$t/j")" "0.25 1"
+    "$DKV" pattern --kind mask --mask /dev/stdin --like "$t/p.dkv" -o "$t/far.dkv" <<'EOF'
+0 0 1001
+0 1 0101
+1 0 0001
+1 1 0011
+EOF
+    score -p "$t/far.dkv" --controls --scores "$t/s.dks" --ctx 384 --json > "$t/j"
+    equal "score: nor do they with fewer bins" "$(ratios "$t/j" | cut -c1-6) $(grep -c '"cells":[[:space:]]*3,' "$t/j")" "0.25 1 8"
     score -p "$t/p.dkv" --json > "$t/j"
     equal "score: methods" "$(sed -n 's/.*"name":[[:space:]]*"\(.*\)",/\1/p' "$t/j" | xargs)" "dense p.dkv"
     equal "score: questions" "$(key "$t/j" questions | xargs)" "32 32 16 16 8 8 16 32 16 16 8 8 16"
@@ -179,6 +255,9 @@ if python3 -c '' 2> /dev/null && python3 tests/make_random_gguf.py "$t" f32 qwen
     refused "score: another model's pattern" 1 "kv20.dkv is for 30 layers" \
         "$DKV" score -m "$M" --ctx 480 -p examples/patterns/smollm2-135m-kv20.dkv --bin-width 96 --sink 32 --recent 64
     refused "score: beyond the pattern" 1 "p.dkv reaches 480 tokens, not 576" score -p "$t/p.dkv" --ctx 576
+    "$DKV" pattern --kind full --like "$M" -o "$t/all.dkv"
+    refused "score: a pattern of all that the model takes" 1 "takes 2048 tokens; at most --ctx 1792" \
+        "$DKV" score -m "$M" -p "$t/all.dkv"
     echo "Too short." > "$t/short"
     refused "score: a short text" 1 "--text needs more than 480" score -p "$t/p.dkv" --text "$t/short"
 else

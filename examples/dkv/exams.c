@@ -1,7 +1,6 @@
 #define _GNU_SOURCE
 #include "exams.h"
 
-#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -52,6 +51,10 @@ typedef struct {
 
 static const char STATE_MAGIC[8] = "DKVSTATE";
 
+void refuse_state(const char *path) {
+    fail("%s is not the state of a run, or damaged; remove it to start anew", path);
+}
+
 bool read_state(const char *path, uint64_t config, void *data, size_t bytes) {
     if (access(path, F_OK)) return false;
     size_t size;
@@ -62,8 +65,7 @@ bool read_state(const char *path, uint64_t config, void *data, size_t bytes) {
         memcpy(&head, file, sizeof head);
         memcpy(&crc, file + size - sizeof crc, sizeof crc);
     }
-    if (memcmp(head.magic, STATE_MAGIC, 8) || crc != dkv_crc32(0, file, size - sizeof crc))
-        fail("%s is not the state of a run, or damaged; remove it to start anew", path);
+    if (memcmp(head.magic, STATE_MAGIC, 8) || crc != dkv_crc32(0, file, size - sizeof crc)) refuse_state(path);
     if (head.config != config || size != sizeof head + bytes + sizeof crc)
         fail("%s is the state of a run with other settings; give the same, or remove it to start anew", path);
     memcpy(data, file + sizeof head, bytes);
@@ -96,13 +98,17 @@ void find_lengths(exam_options *o, int64_t n_ctx) {
     int64_t ends = o->S + o->R, most = n_ctx - QUESTION_ROOM;
     if (small && most > CPU_CONTEXT) most = CPU_CONTEXT;
     if (o->T_c < 0) o->T_c = ends + (most - ends) / o->W * o->W;
-    int64_t bins = (o->T_c - ends) / o->W;
+    int64_t bins = (o->T_c - ends) / o->W, fits = ends + (n_ctx - QUESTION_ROOM - ends) / o->W * o->W;
     if (o->T_c > n_ctx - 64)
-        fail("--ctx %lld leaves no room for questions: the model takes %lld tokens", (long long)o->T_c,
-             (long long)n_ctx);
+        fail("--ctx %lld leaves no room for questions: the model takes %lld tokens%s%lld", (long long)o->T_c,
+             (long long)n_ctx, fits > ends ? "; at most --ctx " : ", and sink and recent are ",
+             (long long)(fits > ends ? fits : ends));
     if (bins < 1 || ends + bins * o->W != o->T_c)
         fail("--ctx %lld is not sink + recent + whole bins of %lld; %lld is", (long long)o->T_c, (long long)o->W,
              (long long)(ends + (bins < 1 ? 1 : bins) * o->W));
+    if (bins < o->per_context)
+        fail("a context has %lld bins and asks about %lld; lower --needles", (long long)bins,
+             (long long)o->per_context);
 }
 
 /* ---- questions ----------------------------------------------------------- */
@@ -155,11 +161,18 @@ static uint64_t hash_run(const exams *x) {
     struct stat file = {0};
     const lm_params *p = lm_get_params(x->m);
     stat(x->o.model_path, &file);
-    const int64_t facts[] = {p->shape.L, p->shape.H, p->shape.Hkv, p->shape.d_k, p->E, p->F, p->V, file.st_size};
+    const int64_t facts[] = {p->shape.L, p->shape.H, p->shape.Hkv, p->shape.d_k, p->E, p->F, p->V, file.st_size,
+                             x->o.place};
     return hash_bytes(hash_bytes(x->data_hash, x->name, sizeof x->name), facts, sizeof facts);
 }
 
 /* ---- opening ------------------------------------------------------------- */
+
+void fail_model(const exams *x) {
+    const char *why = lm_error(x->m);
+    const bool memory = strstr(why, "no memory") || strstr(why, "out of memory"); /* the engine's words, and CUDA's */
+    fail("%s%s", why, memory ? "; lower --kv-memory" : "");
+}
 
 static void open_model(exams *x) {
     char err[512];
@@ -247,7 +260,7 @@ lm_cache *prefill_context(exams *x, const int32_t *tokens) {
     if (!r) r = dkv_plan_from_positions(&plan, memory, &bytes, s->L, s->Hkv, x->o.T_c, NULL, NULL);
     if (!r) r = lm_cache_create(&cache, x->m, &plan, cache_type(x), 0, NULL);
     if (r) fail("a context's cache: %s%s", dkv_result_string(r), r == DKV_ERR_MEMORY ? "; lower --kv-memory" : "");
-    if (lm_prefill(x->m, &cache, 1, tokens, x->o.T_c, NULL)) fail("%s", lm_error(x->m));
+    if (lm_prefill(x->m, &cache, 1, tokens, x->o.T_c, NULL)) fail_model(x);
     free(memory);
     x->prefill_s += seconds() - start;
     x->prefilled++;
@@ -292,14 +305,14 @@ void each_batch(exams *x, int64_t first, int64_t n, batch_work *work, void *user
 void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questions, double passes) {
     const lm_params *p = lm_get_params(x->m);
     const double heads = p->shape.H, T = (double)x->o.T_c;
-    const double tokens = (double)x->suffix_tokens * (double)questions / (double)(x->contexts * x->per_context);
+    const double tokens = (double)x->suffix_tokens / (double)(x->contexts * x->per_context); /* of a question */
     const double weights = p->shape.L * ((double)p->E * (2 * heads + 2 * p->shape.Hkv) * p->shape.d_k +
                                          3 * (double)p->E * (double)p->F);
     const double pair = 4 * heads * p->shape.d_k * p->shape.L; /* of one query and one key */
     const double prefill = (double)prefills * (2 * weights * T + pair * T * T / 2);
-    const double ask = passes * tokens * (2 * weights + pair * T);
+    const double ask = passes * tokens * (double)questions * (2 * weights + pair * T);
     fprintf(stderr, "%s: %lld prefills of %lld tokens, %.3g GB of cache each, %lld in memory; %lld questions "
             "of %.0f tokens; %.3g + %.3g PFLOP\n", what, (long long)prefills, (long long)x->o.T_c,
             (double)context_bytes(x) / 1e9, (long long)(x->kept + (x->kept < x->contexts ? x->group : 0)),
-            (long long)questions, tokens / (double)questions, prefill / 1e15, ask / 1e15);
+            (long long)questions, tokens, prefill / 1e15, ask / 1e15);
 }

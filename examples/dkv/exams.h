@@ -36,35 +36,40 @@ typedef struct {
     int64_t *bin;              /* the same: which bin each asks about */
     int64_t suffix_tokens;     /* of all questions together */
     uint64_t data_hash;        /* of all contexts and questions */
-    uint64_t run_hash;         /* and of which model file it is, by name, shape and size: for states */
+    uint64_t run_hash;         /* and of the model file, by name, shape and size, and the place: for states */
     lm_cache **cache;          /* [contexts], NULL: not prefilled, or not kept */
     int64_t kept, group;       /* contexts 0 .. kept - 1 stay; of the others, so many exist at a time */
     int64_t prefilled;         /* contexts so far */
     double opened, prefill_s;  /* when, and how long prefills took, seconds */
 } exams;
 
-/* The options that all three commands have; lengths, split, rounds and the rest are theirs. */
-#define EXAM_OPTIONS(o)                                                                                             \
+/* The options that all three commands have, with the words for a default; split, rounds and the rest are theirs. */
+#define EXAM_OPTIONS(o, n)                                                                                          \
     {'m', "model", "MODEL.gguf", OPT_TEXT, &(o).model_path, 0, 0, "a Llama-family model"},                          \
-    {0, "needles", "N", OPT_INT, &(o).per_context, 1, LM_MAX_NEEDLES, "in a context, each in a bin of its own"},    \
+    {0, "needles", "N", OPT_INT, &(o).per_context, 1, LM_MAX_NEEDLES,                                               \
+     "in a context, each in a bin of its own (default: " n ")"},                                                    \
     {0, "filler", "FILE", OPT_TEXT, &(o).filler_path, 0, 0, "a text around the needles (default: a sentence)"},     \
     {0, "seed", "N", OPT_INT, &(o).seed, 0, TWO_53, "of everything that is random (default: 0)"},                   \
     {0, "device", "cpu|cuda", OPT_CHOICE, &(o).place, 0, 0, "where to run (default: cpu)"},                         \
     {'t', "threads", "N", OPT_INT, &(o).threads, 1, 1024, "(default: all processors)"},                             \
     {0, "kv-memory", "GB", OPT_REAL, &(o).kv_gb, 0, 1e6, "for caches of contexts (default: 8; cuda: 64)"}
 
-#define LENGTH_OPTIONS(o)                                                                                           \
-    {0, "ctx", "T", OPT_INT, &(o).T_c, 1, TWO_31, "tokens of a context: sink, recent and whole bins"},              \
-    {0, "bin-width", "W", OPT_INT, &(o).W, 1, TWO_31, "tokens of a bin (default: 128; cpu: 32)"},                   \
-    {0, "sink", "S", OPT_INT, &(o).S, 0, TWO_31, "first tokens, always kept (default: 128; cpu: 32)"},              \
-    {0, "recent", "R", OPT_INT, &(o).R, 0, TWO_31, "last tokens, always kept (default: 1024; cpu: 256)"}
+#define LENGTH_OPTIONS(o, T, W_, S_, R_)                                                                            \
+    {0, "ctx", "T", OPT_INT, &(o).T_c, 1, TWO_31, "sink, recent and whole bins (default: " T ")"},                  \
+    {0, "bin-width", "W", OPT_INT, &(o).W, 1, TWO_31, "tokens of a bin (default: " W_ ")"},                         \
+    {0, "sink", "S", OPT_INT, &(o).S, 0, TWO_31, "first tokens, always kept (default: " S_ ")"},                    \
+    {0, "recent", "R", OPT_INT, &(o).R, 0, TWO_31, "last tokens, always kept (default: " R_ ")"}
+/* What find_lengths says. */
+#define FREE_LENGTHS(o) \
+    LENGTH_OPTIONS(o, "what fits; cpu: up to 2048", "128; cpu: 32", "128; cpu: 32", "1024; cpu: 256")
 
 /* Fills lengths that were not given: what the model takes, 256 tokens left for questions; on the CPU 2,048 tokens in
-   small bins. Fails when T_c is not S + R and whole bins. */
+   small bins. Fails when T_c is not S + R and whole bins, one for each needle. */
 void find_lengths(exam_options *o, int64_t n_ctx);
 
 void open_exams(exams *x, const exam_options *o); /* fails with one line; x must not move */
 void close_exams(exams *x);
+__attribute__((noreturn)) void fail_model(const exams *x); /* with lm_error; caches share memory with everything */
 
 int kind_of(const exams *x, int64_t context);      /* LM_NUM, LM_WORD */
 
@@ -85,6 +90,7 @@ void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questi
 
 /* FILE holds data[bytes], once the run's settings are the same: config is a hash of them. False: no such file yet. */
 bool read_state(const char *path, uint64_t config, void *data, size_t bytes);
+__attribute__((noreturn)) void refuse_state(const char *path); /* one that is none, or with values out of range */
 void write_state(const char *path, uint64_t config, const void *data, size_t bytes);
 uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes); /* FNV-1a; hash: 0, or of what stands before */
 

@@ -34,7 +34,7 @@ static void rank_batch(void *user, const lm_exam *e, int64_t n, int64_t first) {
     const dkv_shape *s = &lm_get_params(x->m)->shape;
     const int64_t heads = (int64_t)s->L * s->H;
     float *hits = allocate((size_t)(n * x->per_context * heads), sizeof *hits), *hit = hits;
-    if (lm_rank(x->learner, e, n, hits)) fail("%s", lm_error(x->m));
+    if (lm_rank(x->learner, e, n, hits)) fail_model(x);
     for (int64_t q = first * x->per_context; q < (first + n) * x->per_context; q++, hit += heads) {
         c->count[x->bin[q]]++;
         for (int64_t i = 0; i < heads; i++) c->sum[i * x->D + x->bin[q]] += (double)hit[i];
@@ -79,8 +79,8 @@ static void save(const exams *x, const tally *t) {
 
 int command_probe(int argc, char **argv) {
     const tool_option options[] = {
-        EXAM_OPTIONS(o),
-        LENGTH_OPTIONS(o),
+        EXAM_OPTIONS(o, "4"),
+        FREE_LENGTHS(o),
         {'o', "output", "S.dks", OPT_TEXT, &output, 0, 0, "the score file to write"},
         {0, "rounds", "N", OPT_INT, &o.rounds, 1, 1000, "that ask about every bin in every condition (default: 4)"},
         {0, "resume", "FILE", OPT_TEXT, &resume, 0, 0, "keep the state there, and go on from it"},
@@ -91,6 +91,8 @@ int command_probe(int argc, char **argv) {
     if (argc) usage("what is '%s'? see dkv probe --help", argv[0]);
     if (!o.model_path) usage("which model? give -m MODEL.gguf");
     if (!output && !dry_run) usage("where to? give -o S.dks");
+    if (!dry_run) check_writable(output);
+    if (resume) check_writable(resume);
     exams x;
     open_exams(&x, &o);
     const dkv_shape *s = &lm_get_params(x.m)->shape;
@@ -98,7 +100,8 @@ int command_probe(int argc, char **argv) {
     const size_t bytes = sizeof(tally) + (size_t)(cells + x.D) * sizeof(double);
     tally *t = allocate(1, bytes);
     t->cells = cells;
-    if (resume && !dry_run) read_state(resume, x.run_hash, t, bytes);
+    if (resume && read_state(resume, x.run_hash, t, bytes) &&
+        (t->cells != cells || t->done < 0 || t->done > conditions)) refuse_state(resume);
     const int64_t before = t->done, left = (conditions - before) * x.per_round / (LM_KINDS * LM_WORDINGS);
     if (dry_run || isatty(STDERR_FILENO)) say_cost(&x, "probe", left, left * x.per_context, 1);
     const double start = seconds();

@@ -47,10 +47,9 @@ __attribute__((format(printf, 2, 3))) static method *add_method(const dkv_patter
     return m;
 }
 
-static void measure_method(method *m, const dkv_pattern *p, int64_t T_c, const char *path) {
+static void measure_method(method *m, const dkv_pattern *p, int64_t T_c) {
     dkv_stats s;
-    dkv_result r = dkv_dry_run(&s, p, T_c, DKV_BEYOND_ERROR);
-    if (r) fail("%s reaches %lld tokens, not %lld; lower --ctx", path, (long long)dkv_max_context(p), (long long)T_c);
+    dkv_dry_run(&s, p, T_c, DKV_BEYOND_ERROR); /* T_c is within reach */
     m->logical = s.logical, m->physical = s.physical, m->total = s.physical_total, m->n_cells = count_cells(p);
 }
 
@@ -59,29 +58,50 @@ static void add_control(const dkv_pattern *p, int of, int kind, const score_tabl
     m->against = of;
     make_control(m->cells, kind, p, s->score, (uint64_t)control_seed);
     dkv_pattern c = pattern_of_cells(p, m->cells);
-    measure_method(m, &c, T_c, path);
+    measure_method(m, &c, T_c);
     free((void *)(uintptr_t)c.bits);
 }
 
-static void add_pattern(const exams *x, const dkv_pattern *p, const char *path) {
+/* Scores of the nearest D bins only. */
+static void cut_scores(score_table *s, int64_t D) {
+    for (int64_t f = 0; f < (int64_t)s->L * s->H; f++)
+        memmove(s->score + f * D, s->score + f * s->D, (size_t)D * sizeof *s->score);
+    s->D = (int32_t)D;
+}
+
+static void check_pattern(const exams *x, const dkv_pattern *p, const char *path) {
     const dkv_shape *s = &lm_get_params(x->m)->shape;
-    score_table scores = {0};
     if (dkv_pattern_matches(p, s->L, s->H, s->Hkv, s->d_k))
         fail("%s is for %d layers of %d query and %d KV heads; the model has %d of %d and %d", path, p->L, p->H, p->Hkv,
              s->L, s->H, s->Hkv);
-    const int index = n_methods;
-    method *m = add_method(p, "%s", base_name(path));
-    m->against = index > FIRST ? FIRST : DENSE;
-    pattern_cells(m->cells, p);
-    measure_method(m, p, x->o.T_c, path);
-    if (!with_controls) return;
-    if (scores_path) {
-        load_scores(&scores, scores_path);
-        check_scores_match(&scores, scores_path, p, path);
-    }
+    if (dkv_max_context(p) < x->o.T_c)
+        fail("%s reaches %lld tokens, not %lld; lower --ctx", path, (long long)dkv_max_context(p), (long long)x->o.T_c);
+}
+
+static void add_controls(const dkv_pattern *p, int of, const score_table *s, const char *path, int64_t T_c) {
     for (int kind = 0; kind < CONTROLS; kind++)
-        if (kind != CONTROL_SCORES_ONLY || scores_path) add_control(p, index, kind, &scores, path, x->o.T_c);
+        if (kind != CONTROL_SCORES_ONLY || scores_path) add_control(p, of, kind, s, path, T_c);
+}
+
+/* All of it over the bins that T_c reaches: only there do controls of as many cells keep as much. */
+static void add_pattern(const exams *x, const dkv_pattern *whole, const char *path) {
+    const int64_t T_c = x->o.T_c, reached = dkv_bins_at(whole, T_c), D = reached ? reached : 1;
+    score_table scores = {0};
+    check_pattern(x, whole, path);
+    if (with_controls && scores_path) {
+        load_scores(&scores, scores_path);
+        check_scores_match(&scores, scores_path, whole, path);
+        cut_scores(&scores, D);
+    }
+    dkv_pattern p = cut_pattern(whole, D);
+    const int index = n_methods;
+    method *m = add_method(&p, "%s", base_name(path));
+    m->against = index > FIRST ? FIRST : DENSE;
+    pattern_cells(m->cells, &p);
+    measure_method(m, &p, T_c);
+    if (with_controls) add_controls(&p, index, &scores, path, T_c);
     free_scores(&scores);
+    free((void *)(uintptr_t)p.bits);
 }
 
 /* ---- grading ------------------------------------------------------------- */
@@ -89,9 +109,9 @@ static void add_pattern(const exams *x, const dkv_pattern *p, const char *path) 
 static void grade_batch(void *user, const lm_exam *e, int64_t n, int64_t first) {
     exams *x = user;
     const int64_t at = first * x->per_context;
-    if (lm_grade_reference(x->learner, e, n, methods[DENSE].grade + at)) fail("%s", lm_error(x->m));
+    if (lm_grade_reference(x->learner, e, n, methods[DENSE].grade + at)) fail_model(x);
     for (method *m = methods + 1; m < methods + n_methods; m++)
-        if (lm_grade(x->learner, e, n, &m->gating, m->grade + at)) fail("%s", lm_error(x->m));
+        if (lm_grade(x->learner, e, n, &m->gating, m->grade + at)) fail_model(x);
     show_line("score: %lld of %lld contexts, %s left", (long long)(first + n), (long long)x->contexts,
               hms((seconds() - x->opened) / (double)(first + n) * (double)(x->contexts - first - n)));
 }
@@ -104,7 +124,7 @@ static void grade_window(exams *x, const int32_t *tokens, int64_t k) {
     lm_grade_result g;
     for (method *m = methods; m < methods + n_methods; m++) {
         if (m == methods ? lm_grade_reference(x->learner, &e, 1, &g) : lm_grade(x->learner, &e, 1, &m->gating, &g))
-            fail("%s", lm_error(x->m));
+            fail_model(x);
         m->text_loss[k] = g.loss;
         m->text_kl += g.kl;
     }
@@ -151,8 +171,8 @@ static int load_list(dkv_pattern *p, const char **path, char *list) {
 
 int command_score(int argc, char **argv) {
     const tool_option options[] = {
-        EXAM_OPTIONS(o),
-        LENGTH_OPTIONS(o),
+        EXAM_OPTIONS(o, "4"),
+        LENGTH_OPTIONS(o, "the pattern's", "the pattern's", "the pattern's", "the pattern's"),
         {'p', "patterns", "P.dkv,...", OPT_TEXT, &patterns, 0, 0, "what to compare with dense"},
         {0, "controls", NULL, OPT_FLAG, &with_controls, 0, 0, "and the controls of each: see dkv pattern"},
         {0, "scores", "S.dks", OPT_TEXT, &scores_path, 0, 0, "of the control scores-only"},

@@ -10,6 +10,7 @@
 #include "exams.h"
 #include "recipe.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -42,6 +43,23 @@ static const char NOTES[] =
     "physical (of the mask), churn (share of its bits that were not in the last one), exact (share of questions\n"
     "answered exactly), norm (of the gradient, before clipping).\n";
 
+/* P.dkv, or of several rhos P-RHO.dkv, free it. */
+static char *output_name(double rho) {
+    char *name;
+    size_t n = strlen(output), stem = n > 4 && !strcmp(output + n - 4, ".dkv") ? n - 4 : n;
+    int failed = n_rhos == 1 ? asprintf(&name, "%s", output)
+                             : asprintf(&name, "%.*s-%g%s", (int)stem, output, rho, output + stem);
+    if (failed < 0) fail("out of memory");
+    return name;
+}
+
+/* Two ratios whose names in files are the same. */
+static bool same_name(double x, double y) {
+    char a[32], b[32];
+    snprintf(a, sizeof a, "%g", x), snprintf(b, sizeof b, "%g", y);
+    return !strcmp(a, b);
+}
+
 static void read_rhos(void) {
     const char *c = rho_list;
     for (char *end; *c; c = end + (*end == ',')) {
@@ -49,6 +67,8 @@ static void read_rhos(void) {
         rhos[n_rhos] = strtod(c, &end);
         if (end == c || (*end && *end != ',') || !(rhos[n_rhos] >= 0 && rhos[n_rhos] <= 1))
             usage("--rho must be numbers in 0..1 between commas, not '%s'", rho_list);
+        for (int64_t i = 0; i < n_rhos; i++)
+            if (same_name(rhos[i], rhos[n_rhos])) usage("--rho %s has %g twice", rho_list, rhos[i]);
         n_rhos++;
     }
 }
@@ -69,7 +89,7 @@ static void choose_recipe(const recipe *given) {
     r = recipes[recipe_name];
     if (given->gates >= 0) r.gates = given->gates;
     if (r.gates == PER_KV_HEAD && given->budget == DKV_BUDGET_LOGICAL)
-        usage("--gates kv counts cells: its budget is physical");
+        usage("--gates kv counts cells; --budget logical needs --gates query");
     if (r.gates == PER_KV_HEAD) r.budget = DKV_BUDGET_PHYSICAL;
     if (given->budget >= 0) r.budget = given->budget;
     if (given->rate > 0) r.rate = r.rate_end = given->rate;
@@ -80,15 +100,26 @@ static void choose_recipe(const recipe *given) {
     read_pairs();
 }
 
+/* Before any work. */
+static void check_outputs(void) {
+    for (int64_t i = 0; i < n_rhos && !dry_run; i++) {
+        char *name = output_name(rhos[i]);
+        check_writable(name);
+        free(name);
+    }
+    if (resume) check_writable(resume);
+}
+
 static void check_arguments(const recipe *given) {
     if (!o.model_path) usage("which model? give -m MODEL.gguf");
     if (scores_path && (o.T_c >= 0 || o.W >= 0 || o.S >= 0 || o.R >= 0))
         usage("the scores say what lengths are; leave --ctx, --bin-width, --sink and --recent out");
-    if (!rho_list) usage("how much may stay? give --rho RATIO");
+    if (!rho_list || !*rho_list) usage("how much may stay? give --rho RATIO");
     if (!output && !dry_run) usage("where to? give -o P.dkv");
     if (pause_after && !resume) usage("--pause-after needs --resume FILE to go on from");
     read_rhos();
     choose_recipe(given);
+    check_outputs();
 }
 
 /* ---- training ------------------------------------------------------------ */
@@ -135,7 +166,7 @@ static void learn_batch(void *user, const lm_exam *e, int64_t n, int64_t first) 
     const int64_t questions = n * x->per_context;
     lm_grade_result *grade = allocate((size_t)questions, sizeof *grade);
     double loss;
-    if (lm_learn(x->learner, e, n, s->g, s->t->da, &loss, grade)) fail("%s", lm_error(x->m));
+    if (lm_learn(x->learner, e, n, s->g, s->t->da, &loss, grade)) fail_model(x);
     s->out->loss += loss;
     s->out->questions += questions;
     for (int64_t i = 0; i < questions; i++) s->out->exact += grade[i].right == grade[i].n_value;
@@ -168,6 +199,8 @@ static report take_step(trainer *t) {
     out.expected = dkv_gates_penalty(t->da, &t->g, now(t), (dkv_budget)r.budget, (float)p.lambda);
     out.exact /= (double)out.questions;
     out.norm = dkv_gates_clip(t->da, t->n);
+    if (!isfinite(out.loss) || !isfinite(out.norm))
+        fail("step %lld: the loss is %g, its gradient's norm %g; lower --lr", (long long)step + 1, out.loss, out.norm);
     dkv_gates_adamw(now(t), now(t) + t->n, now(t) + 2 * t->n, t->da, t->n, step + 1, p.rate);
     t->state->step++;
     if (t->state->step == r.A) memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->da);
@@ -193,7 +226,7 @@ static void init_gates(trainer *t, const score_table *s) {
 /* Everything that results depend on. */
 static uint64_t hash_config(const trainer *t, const score_table *s) {
     const double all[] = {(double)r.A, (double)r.B, (double)r.ramp, r.rate, r.rate_end, r.lambda, r.from, r.share,
-                          r.gates, r.budget, r.by_p, head_only, (double)o.rounds, (double)o.seed, o.place,
+                          r.gates, r.budget, r.by_p, head_only, (double)o.rounds, (double)o.seed,
                           (double)t->x->kept, (double)t->x->group};
     uint64_t hash = hash_bytes(t->x->run_hash, all, sizeof all);
     hash = hash_bytes(hash, rhos, (size_t)n_rhos * sizeof *rhos);
@@ -232,15 +265,32 @@ static void check_scores(score_table *s, const exams *x) {
     if (s->L != m->L || s->H != m->H || s->Hkv != m->Hkv)
         fail("%s is of a model with %d layers of %d and %d heads; this one has %d of %d and %d", scores_path, s->L,
              s->H, s->Hkv, m->L, m->H, m->Hkv);
+    check_scored_model(s, scores_path, x->name);
+}
+
+/* Goes on from a state, if there is one. */
+static void read_progress(trainer *t) {
+    train_state *s = t->state;
+    if (!resume || !read_state(resume, t->config, s, t->state_bytes)) return;
+    if (s->rho < 0 || s->rho >= n_rhos || s->step < (s->rho ? r.A : 0) || s->step > r.A + r.B) refuse_state(resume);
+    for (int64_t i = 0; i < s->rho && !dry_run; i++) {
+        char *name = output_name(rhos[i]);
+        if (access(name, F_OK))
+            fail("%s is missing, and %s is past it; bring it back, or remove the state to start anew", name, resume);
+        free(name);
+    }
+}
+
+static int64_t steps_left(const trainer *t) {
+    return r.A + r.B - t->state->step + (n_rhos - 1 - t->state->rho) * r.B;
 }
 
 /* ---- telling ------------------------------------------------------------- */
 
 static double seconds_left(const trainer *t) {
     const exams *x = t->x;
-    const int64_t left = r.A + n_rhos * r.B - t->state->rho * r.B - t->state->step;
     const double prefill = x->prefilled ? x->prefill_s / (double)x->prefilled : 0;
-    return t->seconds / (double)t->steps * (double)left + prefill * (double)(t->prefills - x->prefilled);
+    return t->seconds / (double)t->steps * (double)steps_left(t) + prefill * (double)(t->prefills - x->prefilled);
 }
 
 static void tell_step(const trainer *t, const report *x) {
@@ -258,16 +308,6 @@ static void tell_step(const trainer *t, const report *x) {
     if (json) fflush(stdout);
     if (verbose) show_line("%s", ""), fprintf(stderr, "%s\n", line);
     show_line("%s, %s left", line, hms(seconds_left(t)));
-}
-
-/* P.dkv, or of several rhos P-RHO.dkv, free it. */
-static char *output_name(double rho) {
-    char *name;
-    size_t n = strlen(output), stem = n > 4 && !strcmp(output + n - 4, ".dkv") ? n - 4 : n;
-    int failed = n_rhos == 1 ? asprintf(&name, "%s", output)
-                             : asprintf(&name, "%.*s-%g%s", (int)stem, output, rho, output + stem);
-    if (failed < 0) fail("out of memory");
-    return name;
 }
 
 /* Fills p's sizes and bits with the Top-K over all D bins. A gate of several bins has the same logit in each, and ties
@@ -333,8 +373,8 @@ static bool train(trainer *t) {
 int command_train(int argc, char **argv) {
     recipe given = {.ramp = -1, .rate_end = -1, .lambda = -1, .gates = -1, .budget = -1};
     const tool_option options[] = {
-        EXAM_OPTIONS(o),
-        LENGTH_OPTIONS(o),
+        EXAM_OPTIONS(o, "the recipe's"),
+        FREE_LENGTHS(o),
         {'s', "scores", "S.dks", OPT_TEXT, &scores_path, 0, 0, "retrieval scores of dkv probe"},
         {'o', "output", "P.dkv", OPT_TEXT, &output, 0, 0, "the pattern file to write"},
         {0, "rho", "RATIO,...", OPT_TEXT, &rho_list, 0, 0, "what may stay; of several, a pattern each"},
@@ -368,14 +408,15 @@ int command_train(int argc, char **argv) {
     open_exams(&x, &o);
     check_scores(&s, &x);
     trainer t = open_trainer(&x, &s);
-    if (resume && !dry_run) read_state(resume, t.config, t.state, t.state_bytes);
-    const int64_t left = r.A + n_rhos * r.B - t.state->rho * r.B - t.state->step;
-    t.prefills = x.kept + (x.contexts - x.kept) * left / o.rounds;
+    read_progress(&t);
+    const int64_t left = steps_left(&t);
+    t.prefills = left ? x.kept + (x.contexts - x.kept) * left / o.rounds : 0;
     if (dry_run || verbose || isatty(STDERR_FILENO))
         say_cost(&x, "train", t.prefills, left * x.per_round * x.per_context, 3);
     bool finished = dry_run || train(&t);
     show_line("%s", "");
-    if (!finished) printf("paused after %lld steps; the same command goes on from %s\n", (long long)t.steps, resume);
+    if (!finished)
+        fprintf(stderr, "paused after %lld steps; the same command goes on from %s\n", (long long)t.steps, resume);
     close_trainer(&t);
     close_exams(&x);
     free_scores(&s);
