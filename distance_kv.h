@@ -650,7 +650,9 @@ typedef struct dkv_cuda_gated {
    context: strided, or packed with all T_c rows of every head; f16 or bf16, rows of 16 bytes (ALIGN), the same type in
    the whole batch, which is straight-through as a whole or not at all (FIELD). d_k and d_v: multiples of 8, at most
    128. Suffixes: any strides and f32, f16 or bf16; q, k, v and d_out are rounded to the context's type. T_c at most
-   2^30. SHAPE, TYPE, FIELD, RANGE, STATE, CAPACITY, ALIGN; DEVICE where there is no sm_90. */
+   2^30. Outputs may not overlap inputs, which is not checked. A NaN in a query stays in its rows of out and dq; one in
+   the k or v of a suffix (also a number that f16 does not hold) may reach rows of other suffixes of its context. SHAPE,
+   TYPE, FIELD, RANGE, STATE, CAPACITY, ALIGN; DEVICE where there is no sm_90. */
 extern dkv_result dkv_cuda_gated_size(size_t *block_bytes, size_t *ws_bytes, const dkv_gated *c, int64_t n);
 extern dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gated *c, int64_t n, void *block,
                                          size_t block_bytes, void *ws, size_t ws_bytes, void *stream);

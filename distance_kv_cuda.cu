@@ -1,7 +1,7 @@
 /* distance_kv_cuda.cu - the CUDA backend of distance_kv.h. Same licence; see the end of that file.
 
    Build     nvcc -gencode arch=compute_90a,code=sm_90a -O3 -std=c++17 -c distance_kv_cuda.cu
-             (any of sm_80 .. sm_120; sm_90a has the fast path), and link one file with DISTANCE_KV_IMPLEMENTATION.
+             (any of sm_80 .. sm_120; of sm_90 it must be sm_90a), and link one file with DISTANCE_KV_IMPLEMENTATION.
    API       declared and documented in distance_kv.h; this file has kernels, each followed by its launcher.
 
    CONTENTS  the tags of the header, for the same concepts
@@ -1822,7 +1822,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef WgmmaShape<D> S;
     constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES, CONSUMING = 128 * GROUPS;
-    extern __shared__ __align__(1024) char shared[]; /* as WgmmaPlaces says; through it ptxas orders the softmax otherwise */
+    extern __shared__ __align__(1024) char shared[]; /* as WgmmaPlaces, with which ptxas orders the softmax otherwise */
     char     *ks = shared, *vs = ks + STAGES * S::STAGE, *qs = vs + STAGES * S::STAGE;
     uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + STAGES, *v_full = k_empty + STAGES,
              *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2, *piece_full = q_empty + 2;
@@ -1960,6 +1960,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
             q.next();
         }
     }
+#else
+    __trap(); /* compiled for sm_90 without the a: better an error than no output */
 #endif
 }
 
@@ -2843,7 +2845,9 @@ struct Stretch { int x, tile, n, tiles; }; /* n tiles from `tile` on, of the con
 DKV__DEVICE int of_warp(int x) { return __shfl_sync(~0u, x, 0); } /* tells the compiler that all lanes have the same */
 
 DKV__DEVICE Stretch stretch(const Probe &p, int g, int x, int tile) {
-    const int tiles = of_warp((int)ceil_div(x < 0 ? p.heads[g].rows : p.questions[x].tail, TILE));
+    const int     last = p.n_questions - 1; /* at the end x is one more */
+    const int64_t rows = x < 0 ? p.heads[g].rows : p.questions[least(x, last)].tail;
+    const int     tiles = of_warp((int)ceil_div(rows, TILE));
     return Stretch{x, tile, most((tiles - tile + p.ctas - 1) / p.ctas, 0), tiles};
 }
 DKV__DEVICE Stretch stretch_after(const Probe &p, int g, const Stretch &s, int first) {
@@ -2968,7 +2972,7 @@ template <class T, int D, bool WGMMA>
 __global__ void __launch_bounds__(ProbeShape<D, WGMMA>::THREADS, 1) probe(const __grid_constant__ Probe given,
                                                                                 const __grid_constant__ Parcel parcel) {
 #if !__CUDA_ARCH_FEAT_SM90_ALL
-    if (WGMMA) return; /* what follows is left out */
+    if (WGMMA) __trap(); /* what follows is left out: compiled for sm_90 without the a */
 #endif
     typedef ProbeShape<D, WGMMA> S;
     constexpr int                M = S::M, HALF = S::HALF, SLOTS = S::SLOTS, N = S::KEYS / 8;
@@ -3706,7 +3710,6 @@ namespace {
 
 constexpr int   CHUNK = 64;                   /* rows that a CTA gathers, and that a box of TMA has here */
 constexpr int   KEYS = 16;                    /* of a suffix whose gradients a CTA makes */
-constexpr float CLOSED = -87.3366f;           /* ln u from here on takes part: 2^-126, as DKV__GATE_OPEN_LN */
 
 struct Tile { int32_t row, len, bin; };              /* keys row .. row + len - 1 of the context; bin -1: no gate */
 struct Open { int32_t row, len, tile; float bias; }; /* one that takes part: bias = log2 u */
@@ -3723,7 +3726,7 @@ struct alignas(128) GatedContext {
     int64_t              first_tile, first_open, first_own;  /* of its tables */
     int64_t              first_row, first_key;               /* of what is gathered */
     int32_t              D, H, Hkv, G, d_k, d_v, queries, first_question, blocks, first_block, tiles;
-    int32_t              own_tiles, own_keys, first_head;    /* of a block, of a KV head; among all contexts */
+    int32_t              own_tiles, own_keys;                /* of a block, of a KV head */
     float                scale, times;                       /* of logits, and in powers of 2 */
 };
 
@@ -3750,7 +3753,7 @@ struct GatedWork { /* kernel parameter */
     float              *slots;     /* [2 * CTAs] parts of items */
     float              *partial;   /* [head][tile][block][warp] sums of dS */
     int64_t             opens_of_side;
-    int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells;
+    int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells, sms;
 };
 
 /* How many tiles the parts of a context are cut into: sink, the farthest bin, each of the other bins, recent. */
@@ -3824,7 +3827,7 @@ DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *ti
             if (x[k].bin < 0) continue;
             if (side == 0) {
                 bias[k] = ln_u[x[k].bin] * LOG2E;
-                is_open[k] = ln_u[x[k].bin] >= CLOSED;
+                is_open[k] = ln_u[x[k].bin] >= DKV__GATE_OPEN_LN;
             } else {
                 is_open[k] = open[x[k].bin] != 0;
             }
@@ -3887,8 +3890,9 @@ DKV__DEVICE void gather_gradient(const GatedWork &w, const GatedContext &c, cons
     float peak = 0.0f, delta = 0.0f, lift = 1.0f;
     for (int u = 0; u < 8; u++) peak = fmaxf(peak, fabsf(g.x[u]));
     for (int i = D / 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
-    if (Name<T>::type == DKV_F16 && peak >= 1.0e-30f && peak < INFINITY) /* the largest becomes 4 .. 8 */
-        lift = __uint_as_float((uint32_t)(127 + 127 + 2 - (__float_as_uint(peak) >> 23)) << 23);
+    if (Name<T>::type == DKV_F16 && peak < INFINITY) /* the largest becomes 2 .. 4; a row of zeros is lifted most, so
+                                                        that it never decides what common_unlift is */
+        lift = __uint_as_float((uint32_t)(127 + 127 + 1 - (__float_as_uint(fmaxf(peak, 1.0e-30f)) >> 23)) << 23);
     for (int u = 0; u < 8; u++) {
         g.x[u] = (float)(T)(g.x[u] * lift);
         delta += g.x[u] * o.x[u];
@@ -4144,7 +4148,7 @@ DKV__DEVICE void acquire_maps(const GatedPiece &p, const GatedContext *&known) {
     known = p.c;
 }
 
-/* Walks, and keeps the rings full: pieces with their Q, K of a tile before V of the tile before. By one warp. */
+/* Walks, and keeps the rings full: pieces with their Q, tiles as K, V, K, V. By one warp. */
 template <int D>
 DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight *sights, GatedPiece *pieces) {
     typedef WgmmaShape<D> S;
@@ -4281,6 +4285,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
         named_sync(4 + own, 128);
         if (tid % 128 == 0) bar_arrive(q_empty + q.stage);
     }
+#else
+    __trap(); /* compiled for sm_90 without the a: better an error than no output */
 #endif
 }
 
@@ -4559,6 +4565,8 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
             store_row<D>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, dq, i, c.scale * unlift[i]);
         }
     }
+#else
+    __trap(); /* compiled for sm_90 without the a: better an error than no output */
 #endif
 }
 
@@ -4587,7 +4595,7 @@ template <int D, int ROWS> DKV__DEVICE void copy_rows(char *to, const char *from
 DKV__DEVICE float common_unlift(const float4 *stats, int rows) {
     __shared__ float most_of[8];
     float            x = 0.0f;
-    for (int i = threadIdx.x; i < rows; i += 256) x = fmaxf(x, stats[i].z);
+    for (int i = threadIdx.x; i < rows; i += 256) x = fmaxf(x, __ldcg(stats + i).z);
     for (int i = 16; i; i >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));
     if (threadIdx.x % 32 == 0) most_of[threadIdx.x / 32] = x;
     __syncthreads();
@@ -4621,7 +4629,8 @@ template <class T, int D> DKV__DEVICE void own_gradients(const GatedWork &w, con
         copy_rows<D, TILE>(gs, w.d_out_rows + (head_row + row0) * D * 2, n);
         if (threadIdx.x < TILE) {
             const int row = row0 + (int)threadIdx.x;
-            stat[threadIdx.x] = (int)threadIdx.x < n ? w.stats[head_row + row] : float4{INFINITY, 0.0f, 1.0f, INFINITY};
+            stat[threadIdx.x] = float4{INFINITY, 0.0f, 1.0f, INFINITY};
+            if ((int)threadIdx.x < n) stat[threadIdx.x] = __ldcg(w.stats + head_row + row);
             sight[threadIdx.x] = float2{(int)threadIdx.x < n ? (float)(row / c.G - s.first - key0) : -1.0f,
                                         stat[threadIdx.x].z / unlift};
         }
@@ -4710,12 +4719,13 @@ template <int M> DKV__DEVICE void sum_cell(const GatedWork &w, int64_t cell) {
     if (b >= c.D) return;
     const int64_t at = (int64_t)where.y * c.D + b;
     float         sum = 0.0f;
-    if (c.ln_u[at] >= CLOSED) {
+    if (c.ln_u[at] >= DKV__GATE_OPEN_LN) {
         int first, n;
         tiles_of_bin(cutting(c.T_c, c.W, c.S, c.R), b, &first, &n);
         const float *from = w.partial + (c.first_open + (int64_t)where.y * c.tiles + first) * w.blocks * WARPS;
-        for (int i = lane; i < n * w.blocks * WARPS; i += 32)
-            if (i / WARPS % w.blocks < c.blocks) sum += __ldcg(from + i);
+        const int64_t parts = (int64_t)n * w.blocks * WARPS;
+        for (int64_t i = lane; i < parts; i += 32)
+            if ((int)(i / WARPS % w.blocks) < c.blocks) sum += __ldcg(from + i);
     }
     for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
     if (lane == 0) c.d_ln_u[at] = sum;
@@ -4777,7 +4787,7 @@ dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
     if (c.d_k < 8 || c.d_k > 128 || c.d_k % 8 || c.d_v < 8 || c.d_v > 128 || c.d_v % 8) return DKV_ERR_SHAPE;
     if (c.D < 1 || c.D > 1 << 20 || c.T_c < 0 || c.T_c > 1 << 30 || c.W < 1 || c.W > FAR) return DKV_ERR_FIELD;
     if (c.S < 0 || c.S > FAR || c.R < 0 || c.R > FAR) return DKV_ERR_FIELD;
-    if (!(c.scale >= 0.0f && c.scale <= 3.0e38f)) return DKV_ERR_FIELD;
+    if (!(c.scale >= 0.0f && c.scale <= 2.0e38f)) return DKV_ERR_FIELD; /* times log2 e it is finite */
     if (c.T_c > c.S + c.R + c.W * c.D) return DKV_ERR_RANGE;
     dkv_result r = context_of(c, &k, &v);
     for (int64_t i = 0; !r && i < c.n_suffix; i++) r = check_suffix(c, c.suffix[i]);
@@ -4793,11 +4803,12 @@ dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
 /* What a batch comes to, and where things lie: tables in the block, what passes write in the workspace. */
 struct GatedSizes {
     dkv_type type;
-    int      D, M, sides, groups;
-    int64_t  heads, suffixes, queries, keys, rows, blocks, all_blocks, own, opens, q_parts, own_parts, key_parts, cells;
-    int64_t  tiles, most_tiles;
-    int64_t  tile_at, suffix_at, question_at, head_at, own_at, count_at, q_part_at, own_part_at, key_part_at, block;
-    int64_t  open_at, before_at, stats_at, q_at, g_at, k_at, v_at, partial_at, slots_at, ws;
+    int      D, M, sides, groups, sms;
+    int64_t  heads, suffixes, queries, keys, rows, blocks, all_blocks, own, opens, cells, tiles, most_tiles;
+    int64_t  q_parts, own_parts, key_parts;
+    int64_t  arrived_at, tile_at, suffix_at, question_at, head_at, own_at, count_at; /* in the block */
+    int64_t  q_part_at, own_part_at, key_part_at, block;
+    int64_t  open_at, before_at, stats_at, q_at, g_at, k_at, v_at, partial_at, slots_at, ws; /* in the workspace */
 };
 
 int64_t place(int64_t *at, int64_t bytes) {
@@ -4849,6 +4860,7 @@ dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Devic
     }
     if (s->type == DKV_F32) s->type = DKV_BF16;
     s->M = s->D == 64 ? 192 : 128;
+    s->sms = dev.sms;
     s->sides = n && c[0].open ? 2 : 1;
     for (int64_t i = 0; i < n; i++) {
         const int64_t blocks = ceil_div(rows_of(c[i]), s->M), Hkv = c[i].Hkv;
@@ -4871,9 +4883,9 @@ dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Devic
     }
     s->own_parts = s->keys / CHUNK;
     s->q_parts = s->rows / CHUNK;
-    if (s->rows > 1 << 30 || s->keys > 1 << 30 || s->opens > 1 << 28) return DKV_ERR_SHAPE;
-    if (!s->rows) return DKV_OK;
-    s->groups = groups_of(s->blocks, s->sides, dev.sms);
+    if (n > UINT16_MAX || s->rows > 1 << 30 || s->keys > 1 << 30 || s->opens > 1 << 28 || s->own > 1 << 24)
+        return DKV_ERR_SHAPE;
+    s->groups = s->rows ? groups_of(s->blocks, s->sides, dev.sms) : s->sides;
     int64_t at = 0;
     place(&at, n * (int64_t)sizeof(GatedContext));
     s->suffix_at = place(&at, s->suffixes * (int64_t)sizeof(Suffix));
@@ -4885,9 +4897,10 @@ dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Devic
     s->own_part_at = place(&at, s->own_parts * (int64_t)sizeof(Part));
     s->key_part_at = place(&at, s->key_parts * (int64_t)sizeof(Part));
     s->tile_at = place(&at, s->tiles * (int64_t)sizeof(Tile));
+    s->arrived_at = place(&at, 4);
     s->block = at;
     at = 0;
-    s->before_at = place(&at, 4 + s->sides * (s->heads + 1) * 4);
+    s->before_at = place(&at, s->sides * (s->heads + 1) * 4);
     s->open_at = place(&at, s->sides * s->opens * (int64_t)sizeof(Open));
     s->stats_at = place(&at, s->rows * (int64_t)sizeof(float4));
     s->q_at = place(&at, s->rows * s->D * 2);
@@ -4929,12 +4942,12 @@ void post_contexts(Post *post, const dkv_gated *c, int64_t n, const GatedSizes &
         describe_context(&x, c[i], s);
         x.first_tile = all.first_tile, x.first_open = all.first_open, x.first_own = all.first_own;
         x.first_row = all.first_row, x.first_key = all.first_key;
-        x.first_question = all.first_question, x.first_block = all.first_block, x.first_head = all.first_head;
+        x.first_question = all.first_question, x.first_block = all.first_block;
         all.first_tile += x.tiles, all.first_open += (int64_t)x.tiles * x.Hkv;
         all.first_own += (int64_t)x.own_tiles * x.blocks;
         all.first_row += (int64_t)x.blocks * s.M * x.Hkv;
         all.first_key += (int64_t)x.own_keys * x.Hkv;
-        all.first_question += x.queries, all.first_block += x.blocks, all.first_head += x.Hkv;
+        all.first_question += x.queries, all.first_block += x.blocks;
         post->put(&x, sizeof x);
     }
 }
@@ -5032,8 +5045,8 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     w->q_parts = (const Part *)(block + s.q_part_at);
     w->own_parts = (const Part *)(block + s.own_part_at);
     w->key_parts = (const Part *)(block + s.key_part_at);
-    w->arrived = (int *)(ws + s.before_at);
-    w->before = w->arrived + 1;
+    w->arrived = (int *)(block + s.arrived_at);
+    w->before = (int *)(ws + s.before_at);
     w->opens = (Open *)(ws + s.open_at);
     w->stats = (float4 *)(ws + s.stats_at);
     w->q_rows = ws + s.q_at;
@@ -5051,13 +5064,14 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     w->n_own_parts = (int)s.own_parts;
     w->n_key_parts = (int)s.key_parts;
     w->most_cells = (int)s.cells;
+    w->sms = s.sms;
     return r;
 }
 
 template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward, cudaStream_t stream) {
     constexpr int M = WgmmaShape<D>::M;
     const int     lists = w.n_heads * (backward ? 1 : w.sides);
-    const int     cells = (int)least(ceil_div(w.n_heads * (int64_t)w.most_cells, 8), (int64_t)132);
+    const int     cells = (int)least(ceil_div(w.n_heads * (int64_t)w.most_cells, 8), (int64_t)w.sms);
     const dim3    gather(lists + w.n_q_parts + w.n_own_parts), grid(w.groups * w.blocks);
     dkv_result    r = DKV_OK;
     auto next = [&](void (*kernel)(GatedWork), dim3 ctas, int threads, int shared) {
@@ -5075,12 +5089,24 @@ template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward
     return r;
 }
 
+/* d ln u without any query; grid: heads. */
+__global__ void gated_zeros(const GatedContext *contexts, const int2 *heads) {
+    const GatedContext &c = contexts[heads[blockIdx.x].x];
+    for (int b = threadIdx.x; b < c.D; b += 256) c.d_ln_u[(int64_t)heads[blockIdx.x].y * c.D + b] = 0.0f;
+}
+
 dkv_result gated_pass(const dkv_cuda_gated *k, bool backward, void *stream) {
     GatedSizes   s;
     GatedWork    w;
     cudaStream_t st = (cudaStream_t)stream;
     memcpy(&s, k->sizes, sizeof s);
-    if (!s.rows) return DKV_OK;
+    const char *block = (const char *)k->block;
+    if (!s.rows) {
+        if (backward && s.heads)
+            gated_zeros<<<(unsigned)s.heads, 256, 0, st>>>((const GatedContext *)block,
+                                                           (const int2 *)(block + s.head_at));
+        return launched();
+    }
     dkv_result r = gated_work(&w, k);
     if (r) return r;
     if (s.type == DKV_F16)
@@ -5119,13 +5145,13 @@ extern "C" dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gat
     post.stream = (cudaStream_t)stream;
     post.used = 0;
     post.done = 0;
-    if (s.rows) {
+    if (s.heads) {
         post_gated(&post, c, n, s);
         if (s.most_tiles)
             make_tiles<<<dim3((unsigned)ceil_div(s.most_tiles, 256), (unsigned)n), 256, 0, (cudaStream_t)stream>>>(
                 (const GatedContext *)block, (Tile *)((char *)block + s.tile_at));
         /* last: what comes behind it waits for all of the above, although kernels read their tables before they wait */
-        r = did(cudaMemsetAsync((char *)ws + s.before_at, 0, 4, (cudaStream_t)stream));
+        r = did(cudaMemsetAsync((char *)block + s.arrived_at, 0, 4, (cudaStream_t)stream));
     }
     if (!r) r = launched();
     if (r) return r;

@@ -354,6 +354,41 @@ static void batches(void) {
     }
 }
 
+/* Rows without a gradient beside rows with tiny ones: in f16 they share the scale of their sums. */
+static void tiny_gradients(void) {
+    NEEDS_DEVICE;
+    for (int k = 0; k < 2; k++) {
+        problem p = small;
+        p.type = p.x_type = k ? DKV_BF16 : DKV_F16, p.d_k = p.d_v = 128;
+        build(&p);
+        int64_t first = 0;
+        for (int i = 0; i < p.n_suffix; first += p.N_q[i++])
+            for (int64_t e = 0; e < p.N_q[i] * p.H * p.d_v; e++) {
+                int64_t row = e / p.d_v / p.H, at = first * p.H * p.d_v + e;
+                p.d_out[at] = row % 3 ? 0 : p.d_out[at] > 0 ? ldexp(1, -19) : -ldexp(1, -20);
+                oracle_put(&p.x[i].d_out, row, e / p.d_v % p.H, e % p.d_v, p.d_out[at]);
+            }
+        AT("tiny gradients, %s", dkv_type_name(p.type));
+        solve_built(&p);
+        device_release();
+    }
+}
+
+/* A context that nobody asks about has gradients, too: none. */
+static void no_questions(void) {
+    NEEDS_DEVICE;
+    problem p = small;
+    there t;
+    p.n_suffix = 0;
+    build(&p);
+    send(&p, &t);
+    dkv_cuda_gated work = prepared(&t.c, 1);
+    poison_results(&p, &t);
+    pass(&work);
+    fetch(&p, &t);
+    for (int64_t i = 0; i < p.Hkv * p.D; i++) CHECK(p.c.d_ln_u[i] == 0);
+}
+
 static void nan_query(void) {
     NEEDS_DEVICE;
     problem p = small;
@@ -448,6 +483,8 @@ int main(void) {
         {"rows of dS sum to 0", rows_sum_to_zero, 0},
         {"a towering key", towering_key, 0},
         {"batches, graphs, 50 turns of the same bits", batches, 0},
+        {"tiny gradients", tiny_gradients, 0},
+        {"no questions", no_questions, 0},
         {"NaN in a query", nan_query, 0},
         {"random mix", random_mix, 0},
         {"errors", errors, 0},
