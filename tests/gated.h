@@ -307,4 +307,64 @@ static inline void poison_bins(problem *p, int64_t but) {
     }
 }
 
+/* ---- parts of cases that the CPU and the GPU share ---- */
+
+static inline int same_tensor(const dkv_tensor *a, const dkv_tensor *b, int64_t n, int heads, int d) {
+    int same = 1;
+    for (int64_t i = 0; i < n * heads * d; i++) {
+        const char *x = oracle_at(a, i / d / heads, i / d % heads, i % d);
+        same &= !memcmp(x, oracle_at(b, i / d / heads, i / d % heads, i % d), 4);
+    }
+    return same;
+}
+
+/* Both softmaxes have the same bits. */
+static inline void check_same_softmaxes(const problem *p) {
+    for (int i = 0; i < p->n_suffix; i++) {
+        CHECK(same_tensor(&p->x[i].out, &p->x[i].out_relaxed, p->N_q[i], p->H, p->d_v));
+        CHECK(!memcmp(p->x[i].lse, p->x[i].lse_relaxed, (size_t)(p->N_q[i] * p->H) * 4));
+    }
+}
+
+/* With ones in component 0 of all keys, dq[0] is scale times the sum of dS over the row: 0 beside the sum of |dS|. */
+static inline void check_rows_sum_to_zero(const problem *p, double bound) {
+    inputs in = inputs_of(p);
+    results r = gated_oracle(p, &in, 1);
+    int64_t first = 0;
+    for (int i = 0; i < p->n_suffix; first += p->N_q[i++])
+        for (int64_t k = 0; k < p->N_q[i] * p->H; k++) {
+            AT("through %d, suffix %d, row %d", p->through, i, (int)k);
+            double sum = oracle_get(&p->x[i].dq, k / p->H, k % p->H, 0) * sqrt(p->d_k);
+            CHECK(fabs(sum) <= bound * r.abs_ds.x[first * p->H + k]);
+        }
+}
+
+/* A problem with one suffix gets a key 60 above all others in bin 2, along every query's component 0. */
+static inline void raise_tower(problem *p) {
+    int64_t j = p->T_c - p->R - 2 * p->W - 5;
+    for (int64_t r = 0; r < p->all * p->H; r++) {
+        p->q[r * p->d_k] = 3;
+        oracle_put(&p->x[0].q, r / p->H, r % p->H, 0, 3);
+    }
+    for (int g = 0; g < p->Hkv; g++) {
+        double *k = &p->k[(j * p->Hkv + g) * p->d_k];
+        *k = oracle_round(source_type(p->type), 20 * sqrt(p->d_k));
+        oracle_put(&p->c.context.k, j, g, 0, *k);
+    }
+}
+
+/* u and bit of the tower's bin. */
+static const struct { double u; int open; } towers[] = {{0, 1}, {0.7, 0}, {1e-6, 1}, {1e-6, 0}, {1, 1}};
+
+/* A NaN in head 1 of query 9 of suffix 2 is in its rows of out, LSE and dq alone. */
+static inline void check_nan_rows(const problem *p) {
+    for (int64_t r = 0; r < p->N_q[2] * p->H; r++) {
+        int bad = r == 9 * p->H + 1;
+        AT("row %d", (int)r);
+        CHECK(isnan(oracle_get(&p->x[2].out, r / p->H, r % p->H, 0)) == bad);
+        CHECK(isnan(oracle_get(&p->x[2].dq, r / p->H, r % p->H, 0)) == bad);
+        CHECK(isnan(p->x[2].lse[r]) == bad);
+    }
+}
+
 #endif

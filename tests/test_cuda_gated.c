@@ -203,8 +203,6 @@ static void closed(void) {
     }
 }
 
-static int same_bits(const void *a, const void *b, size_t bytes) { return !memcmp(a, b, bytes); }
-
 /* All results of a problem as one string of bits. */
 static unsigned digest(const problem *p) {
     uint32_t crc = dkv_crc32(0, p->c.d_ln_u, (size_t)(p->Hkv * p->D) * 4);
@@ -249,17 +247,11 @@ static void binary_gates(void) {
         build(&p);
         for (int64_t i = 0; i < p.Hkv * p.D; i++) p.ln_u[i] = p.open[i] ? 0.0f : -INFINITY;
         solve_built(&p);
-        for (int i = 0; i < p.n_suffix; i++) {
-            for (int64_t e = 0; e < p.N_q[i] * p.H * p.d_v; e++)
-                CHECK(same_bits(oracle_at(&p.x[i].out, e / p.d_v / p.H, e / p.d_v % p.H, e % p.d_v),
-                                oracle_at(&p.x[i].out_relaxed, e / p.d_v / p.H, e / p.d_v % p.H, e % p.d_v), 4));
-            CHECK(same_bits(p.x[i].lse, p.x[i].lse_relaxed, (size_t)(p.N_q[i] * p.H) * 4));
-        }
+        check_same_softmaxes(&p);
         device_release();
     }
 }
 
-/* With ones in component 0 of all keys, dq[0] is scale times the sum of dS over the row: 0 beside the sum of |dS|. */
 static void rows_sum_to_zero(void) {
     NEEDS_DEVICE;
     for (int through = 0; through < 2; through++) {
@@ -267,39 +259,22 @@ static void rows_sum_to_zero(void) {
         p.ones = 1, p.through = through, p.deviation = 2;
         build(&p);
         solve_built(&p);
-        inputs in = inputs_of(&p);
-        results r = gated_oracle(&p, &in, 1);
-        int64_t first = 0;
-        for (int i = 0; i < p.n_suffix; first += p.N_q[i++])
-            for (int64_t k = 0; k < p.N_q[i] * p.H; k++) {
-                AT("through %d, suffix %d, row %d", through, i, (int)k);
-                double sum = oracle_get(&p.x[i].dq, k / p.H, k % p.H, 0) * sqrt(p.d_k);
-                CHECK(fabs(sum) <= 0.02 * r.abs_ds.x[first * p.H + k]); /* weights of 8 bits, in O and in dS */
-            }
+        check_rows_sum_to_zero(&p, 0.02); /* weights of 8 bits, in O and in dS */
         device_release();
     }
 }
 
 /* A key 60 above all others, in a tile that is open in one softmax only, or hardly. */
 static void towering_key(void) {
-    static const struct { double u; int open; } table[] = {{0, 1}, {0.7, 0}, {1e-6, 1}, {1e-6, 0}, {1, 1}};
     NEEDS_DEVICE;
-    for (int i = 0; i < COUNT(table); i++)
+    for (int i = 0; i < COUNT(towers); i++)
         for (int through = 0; through < 2; through++) {
             problem p = small;
             p.through = through, p.n_suffix = 1, p.N_q[0] = 4;
-            set_gates(&p, 0.5, 1, 2, table[i].u, table[i].open);
+            set_gates(&p, 0.5, 1, 2, towers[i].u, towers[i].open); /* bin 2 is another */
             build(&p);
-            int64_t j = p.T_c - p.R - 2 * p.W - 5;
-            for (int64_t r = 0; r < p.all * p.H; r++) {
-                p.q[r * p.d_k] = 3;
-                oracle_put(&p.x[0].q, r / p.H, r % p.H, 0, 3);
-            }
-            for (int g = 0; g < p.Hkv; g++) {
-                p.k[(j * p.Hkv + g) * p.d_k] = 160; /* times 3, over 8 */
-                oracle_put(&p.c.context.k, j, g, 0, 160);
-            }
-            AT("u %g, open %d, through %d", table[i].u, table[i].open, through);
+            raise_tower(&p);
+            AT("u %g, open %d, through %d", towers[i].u, towers[i].open, through);
             solve_built(&p);
             device_release();
         }
@@ -399,13 +374,7 @@ static void nan_query(void) {
     dkv_cuda_gated work = prepared(&t.c, 1);
     pass(&work);
     fetch(&p, &t);
-    for (int64_t r = 0; r < p.N_q[2] * p.H; r++) {
-        int bad = r == 9 * p.H + 1;
-        AT("row %d", (int)r);
-        CHECK(isnan(oracle_get(&p.x[2].out, r / p.H, r % p.H, 0)) == bad);
-        CHECK(isnan(oracle_get(&p.x[2].dq, r / p.H, r % p.H, 0)) == bad);
-        CHECK(isnan(p.x[2].lse[r]) == bad);
-    }
+    check_nan_rows(&p);
 }
 
 static void errors(void) {

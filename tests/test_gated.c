@@ -156,15 +156,6 @@ static void all_open(void) {
     for (int64_t i = 0; i < 21 * p.H; i++) close_to((double)p.x[0].lse[i], (double)lse[i], 4e-6, "lse", i);
 }
 
-static int same_tensor(const dkv_tensor *a, const dkv_tensor *b, int64_t n, int heads, int d) {
-    int same = 1;
-    for (int64_t i = 0; i < n * heads * d; i++) {
-        const char *x = oracle_at(a, i / d / heads, i / d % heads, i % d);
-        same &= !memcmp(x, oracle_at(b, i / d / heads, i / d % heads, i % d), 4);
-    }
-    return same;
-}
-
 /* Binary gates that are open where the bits are: two softmaxes of the same bits. */
 static void binary_gates(void) {
     problem p = plain;
@@ -172,50 +163,28 @@ static void binary_gates(void) {
     for (int64_t i = 0; i < p.Hkv * p.D; i++) p.ln_u[i] = p.open[i] ? 0.0f : -INFINITY;
     run(&p);
     check(&p, 0);
-    for (int i = 0; i < p.n_suffix; i++) {
-        CHECK(same_tensor(&p.x[i].out, &p.x[i].out_relaxed, p.N_q[i], p.H, p.d_v));
-        CHECK(!memcmp(p.x[i].lse, p.x[i].lse_relaxed, (size_t)(p.N_q[i] * p.H) * 4));
-    }
+    check_same_softmaxes(&p);
 }
 
-/* With ones in component 0 of all keys, dq[0] is scale times the sum of dS over the row: 0 beside the sum of |dS|. */
 static void rows_sum_to_zero(void) {
     for (int through = 0; through < 2; through++) {
         problem p = plain;
         p.ones = 1, p.through = through, p.deviation = 2;
         solve(&p);
-        inputs in = inputs_of(&p);
-        results r = gated_oracle(&p, &in, 1);
-        int64_t first = 0;
-        for (int i = 0; i < p.n_suffix; first += p.N_q[i++])
-            for (int64_t k = 0; k < p.N_q[i] * p.H; k++) {
-                AT("through %d, suffix %d, row %d", through, i, (int)k);
-                double sum = oracle_get(&p.x[i].dq, k / p.H, k % p.H, 0) * sqrt(p.d_k);
-                CHECK(fabs(sum) <= 1e-5 * r.abs_ds.x[first * p.H + k]); /* dP and delta are rounded by their terms */
-            }
+        check_rows_sum_to_zero(&p, 1e-5); /* dP and delta are rounded by their terms */
     }
 }
 
 /* A key 60 above all others, in a tile that is open in one softmax only, or hardly. */
 static void towering_key(void) {
-    static const struct { double u; int open; } table[] = {{0, 1}, {0.7, 0}, {1e-6, 1}, {1e-6, 0}, {1, 1}};
-    for (int i = 0; i < COUNT(table); i++)
+    for (int i = 0; i < COUNT(towers); i++)
         for (int through = 0; through < 2; through++) {
             problem p = plain;
             p.through = through, p.n_suffix = 1, p.N_q[0] = 4;
-            set_gates(&p, 0.5, 1, 2, table[i].u, table[i].open); /* bin 2 is another */
+            set_gates(&p, 0.5, 1, 2, towers[i].u, towers[i].open); /* bin 2 is another */
             build(&p);
-            int64_t j = p.T_c - p.R - 2 * p.W - 5; /* in bin 2; the key is along every query's component 0 */
-            for (int64_t r = 0; r < p.all * p.H; r++) {
-                p.q[r * p.d_k] = 3;
-                oracle_put(&p.x[0].q, r / p.H, r % p.H, 0, 3);
-            }
-            for (int g = 0; g < p.Hkv; g++) {
-                p.k[(j * p.Hkv + g) * p.d_k] = 20 * sqrt(p.d_k);
-                p.k[(j * p.Hkv + g) * p.d_k] = oracle_round(DKV_F32, p.k[(j * p.Hkv + g) * p.d_k]);
-                oracle_put(&p.c.context.k, j, g, 0, p.k[(j * p.Hkv + g) * p.d_k]);
-            }
-            AT("u %g, open %d, through %d", table[i].u, table[i].open, through);
+            raise_tower(&p);
+            AT("u %g, open %d, through %d", towers[i].u, towers[i].open, through);
             run(&p);
             check(&p, 0);
         }
@@ -269,13 +238,7 @@ static void nan_query(void) {
     build(&p);
     oracle_put(&p.x[2].q, 9, 1, 0, (double)NAN);
     run(&p);
-    for (int64_t r = 0; r < p.N_q[2] * p.H; r++) {
-        int bad = r == 9 * p.H + 1;
-        AT("row %d", (int)r);
-        CHECK(isnan(oracle_get(&p.x[2].out, r / p.H, r % p.H, 0)) == bad);
-        CHECK(isnan(oracle_get(&p.x[2].dq, r / p.H, r % p.H, 0)) == bad);
-        CHECK(isnan(p.x[2].lse[r]) == bad);
-    }
+    check_nan_rows(&p);
     for (int64_t i = 0; i < p.N_q[2] * p.Hkv; i++)
         CHECK(isnan(oracle_get(&p.x[2].dv, i / p.Hkv, i % p.Hkv, 0)) == (i / p.Hkv <= 9 && i % p.Hkv == 0));
 }
