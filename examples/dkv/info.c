@@ -34,6 +34,15 @@ static dkv_stats measure(const dkv_pattern *p, const char *path) {
 
 static void number(cJSON *o, const char *key, int64_t value) { cJSON_AddNumberToObject(o, key, (double)value); }
 
+/* As text: a double does not hold 64 bits. */
+static void provenance(cJSON *o, uint64_t data_hash, uint64_t seed) {
+    char text[24];
+    snprintf(text, sizeof text, "%016llx", (unsigned long long)data_hash);
+    cJSON_AddStringToObject(o, "data_hash", text);
+    snprintf(text, sizeof text, "%llu", (unsigned long long)seed);
+    cJSON_AddStringToObject(o, "seed", text);
+}
+
 static void print_json(const dkv_pattern *p, const dkv_stats *s) {
     char hex[20];
     cJSON *o = cJSON_CreateObject();
@@ -54,10 +63,7 @@ static void print_json(const dkv_pattern *p, const dkv_stats *s) {
     cJSON_AddStringToObject(o, "tool", p->tool);
     snprintf(hex, sizeof hex, "%08x", dkv_pattern_crc(p));
     cJSON_AddStringToObject(o, "crc", hex);
-    snprintf(hex, sizeof hex, "%016llx", (unsigned long long)p->data_hash);
-    cJSON_AddStringToObject(o, "data_hash", hex);
-    snprintf(hex, sizeof hex, "%llu", (unsigned long long)p->seed); /* text: a double does not hold 64 bits */
-    cJSON_AddStringToObject(o, "seed", hex);
+    provenance(o, p->data_hash, p->seed);
     if (s) {
         number(o, "context_tokens", context);
         cJSON_AddNumberToObject(o, "logical_ratio", s->logical);
@@ -159,7 +165,6 @@ static score_facts look_at_scores(const score_table *s) {
 }
 
 static void print_scores_json(const score_table *s, const score_facts *f) {
-    char hex[20];
     cJSON *o = cJSON_CreateObject();
     number(o, "layers", s->L);
     number(o, "heads", s->H);
@@ -179,10 +184,7 @@ static void print_scores_json(const score_table *s, const score_facts *f) {
     number(o, "heads_peak_far", f->peaks[2]);
     cJSON_AddStringToObject(o, "model", s->model);
     cJSON_AddStringToObject(o, "tool", s->tool);
-    snprintf(hex, sizeof hex, "%016llx", (unsigned long long)s->data_hash);
-    cJSON_AddStringToObject(o, "data_hash", hex);
-    snprintf(hex, sizeof hex, "%llu", (unsigned long long)s->seed);
-    cJSON_AddStringToObject(o, "seed", hex);
+    provenance(o, s->data_hash, s->seed);
     print_json_object(o);
 }
 

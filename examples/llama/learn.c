@@ -424,11 +424,12 @@ static bool layer_up(call *c, chunk *h, int l) {
     float *x = x_before(c, l, 0), *mid = x_before(c, l, 1), *end = x_before(c, l + 1, 0);
     enter_layer(c, l);
     aim_attention(c, h, l);
-    return (!c->d->load || c->d->load(c->m, w, a)) &&
-           lm_project(c->m, w, a, x, a->rope, h->rows, (lm_target){.cache = h->exam[0]->context, .layer = l}) &&
-           (c->why != RANK || count_hits(c, h, l)) && c->d->gated(c->m, a, h->gated, h->pieces) &&
-           add_into(c, mid, x, &w->w[WO], a->o, h->rows) && lm_feed(c->m, w, a, mid, h->rows) &&
-           add_into(c, end, mid, &w->w[DOWN], a->act, h->rows);
+    if ((c->d->load && !c->d->load(c->m, w, a)) ||
+        !lm_project(c->m, w, a, x, a->rope, h->rows, (lm_target){.cache = h->exam[0]->context, .layer = l}) ||
+        (c->why == RANK && !count_hits(c, h, l))) return false;
+    if (c->why == RANK && l == c->m->p.shape.L - 1) return true; /* nobody reads what comes out of it */
+    return c->d->gated(c->m, a, h->gated, h->pieces) && add_into(c, mid, x, &w->w[WO], a->o, h->rows) &&
+           lm_feed(c->m, w, a, mid, h->rows) && add_into(c, end, mid, &w->w[DOWN], a->act, h->rows);
 }
 
 static bool up(call *c, chunk *h) {
