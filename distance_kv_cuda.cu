@@ -298,6 +298,7 @@ struct Post { /* collects, then delivers; destinations are consecutive */
     Parcel         parcel;
     int            used;
     int64_t        done; /* bytes before the parcel */
+    Post(void *to, void *on) : dst((unsigned char *)to), stream((cudaStream_t)on), used(0), done(0) {}
     void flush() {
         if (used) deliver<<<1, 256, 0, stream>>>(dst, parcel, (int)round_up(used, 16));
         dst += used, done += used, used = 0;
@@ -2210,17 +2211,13 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     if (block_bytes < (size_t)s.block || ws_bytes < (size_t)s.ws) return DKV_ERR_CAPACITY;
     if ((uintptr_t)block % 128 || (uintptr_t)ws % 128) return DKV_ERR_ALIGN;
     char     *base = (char *)block;
-    Post      post;
+    Post      post(base, stream);
     Attention x;
     int32_t   head = 0, row = 0;
     int64_t   item = 0, longest = 0;
     for (int64_t i = 0; i < n && !r; i++)
         r = describe(&x, a[i], b, lengths ? lengths + i : NULL); /* before any write */
     if (r) return r;
-    post.dst = (unsigned char *)base;
-    post.stream = (cudaStream_t)stream;
-    post.used = 0;
-    post.done = 0;
     for (int64_t i = 0; i < n; i++) {
         describe(&x, a[i], b, lengths ? lengths + i : NULL);
         x.blocks = (int32_t)ceil_div((int64_t)x.G * x.N_q, b.M);
@@ -3259,7 +3256,7 @@ extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int6
                                      size_t ws_bytes, void *stream) {
     Device     dev;
     Questions  q;
-    Post       post;
+    Post       post(ws, stream);
     Attention  x;
     Probe      p = {};
     dkv_result r = device_read(&dev);
@@ -3275,9 +3272,6 @@ extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int6
     if (!q.queries) return DKV_OK;
     const int64_t ranks = q.queries * a->H, bytes = score_bytes(a, n, p.n);
     const bool    small = bytes < (int64_t)sizeof post.parcel; /* goes with the launch */
-    post.dst = (unsigned char *)ws;
-    post.stream = (cudaStream_t)stream;
-    post.used = 0;
     int64_t first = 0;
     for (int64_t i = 0; i < n; i++) {
         describe(&x, keys_only(a[i]), q.b, NULL);
@@ -3850,11 +3844,10 @@ DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *ti
 }
 
 /* A gathered row: which query of the context, head, and whose it is; not real: padding. */
-struct GatedRow { int64_t at; int qi, h; bool real; const Suffix *s; int64_t i; };
+struct GatedRow { int64_t at; int h; bool real; const Suffix *s; int64_t i; };
 template <int M> DKV__DEVICE GatedRow gated_row(const GatedWork &w, const GatedContext &c, int g, int row) {
     const int qi = row / c.G;
-    GatedRow  y = {c.first_row + (int64_t)g * c.blocks * M + row, qi, g * c.G + row - qi * c.G, qi < c.queries, NULL,
-                   0};
+    GatedRow  y = {c.first_row + (int64_t)g * c.blocks * M + row, g * c.G + row - qi * c.G, qi < c.queries, NULL, 0};
     if (!y.real) return y;
     const Question q = w.questions[c.first_question + qi];
     y.s = w.suffixes + q.suffix;
@@ -5133,7 +5126,7 @@ extern "C" dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gat
     Device       dev;
     GatedSizes   s;
     GatedContext x;
-    Post         post;
+    Post         post(block, stream);
     dkv_result   r = device_read(&dev);
     if (!r) r = gated_sizes(&s, c, n, dev);
     if (r) return r;
@@ -5141,10 +5134,6 @@ extern "C" dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gat
     if ((uintptr_t)block % 128 || (uintptr_t)ws % 128) return DKV_ERR_ALIGN;
     for (int64_t i = 0; i < n && !r; i++) r = describe_context(&x, c[i], s); /* before any write */
     if (r) return r;
-    post.dst = (unsigned char *)block;
-    post.stream = (cudaStream_t)stream;
-    post.used = 0;
-    post.done = 0;
     if (s.heads) {
         post_gated(&post, c, n, s);
         if (s.most_tiles)
