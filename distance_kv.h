@@ -2900,7 +2900,7 @@ DKV_API dkv_result dkv_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *pack
 
 #define DKV__ROW_BLOCK 192 /* query rows that share one conversion of a strided tile; q and o stay in L2 */
 #define DKV__CHUNKS    64  /* at most, of one row block: balance over as many threads; */
-#define DKV__CHUNK     4   /* tiles, unless that gives fewer than 16 chunks; chunks of one are 3 % slower */
+#define DKV__CHUNK     8   /* tiles, unless that gives fewer than 16 chunks; chunks of 4 are 2 to 5 % slower */
 #define DKV__PARTIALS  1024 /* partial rows of one KV head, at most: bounds the workspace, whatever N_q */
 
 typedef struct dkv__item {
