@@ -1423,7 +1423,7 @@ DKV__AVX2_INLINE void dkv__mix_columns_avx2(float *o, int64_t ldo, const float *
                                             dkv_type type, int64_t dv, int64_t n, const int R) {
     const int     NC = R <= 3 ? 2 : 1;
     const int64_t e = dkv_type_bytes(type), column = type == DKV_BF16 ? 4 : e;
-    const char   *ahead = v + DKV__AHEAD;
+    const char   *ahead = v + dkv__max(DKV__AHEAD, DKV__STRIP * dv * e); /* a strip is passed over several times */
     int64_t       j = 0;
     for (; j + NC * 16 <= dv; j += NC * 16, ahead += NC * 16 * n * e) {
         dkv__mix_body_avx2(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, NC);
@@ -1665,7 +1665,7 @@ DKV__AVX512_INLINE void dkv__mix_columns_avx512(float *o, int64_t ldo, const flo
                                                 const char *v, dkv_type type, int64_t dv, int64_t n, const int R) {
     const int64_t e = dkv_type_bytes(type), column = type == DKV_BF16 ? 4 : e;
     const int     NC = R > 4 ? 2 : type == DKV_BF16 ? 1 : 4 / (int)e; /* up to 4 rows: one line */
-    const char   *ahead = v + DKV__AHEAD;
+    const char   *ahead = v + dkv__max(DKV__AHEAD, DKV__STRIP * dv * e); /* a strip is passed over several times */
     int64_t       j = 0;
     for (; j + NC * 16 <= dv; j += NC * 16, ahead += NC * 16 * n * e) {
         dkv__mix_body_avx512(o + j, ldo, p, alpha, v + j * column, ahead, type, dv, n, R, NC);
