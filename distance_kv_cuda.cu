@@ -1661,6 +1661,16 @@ template <int D> struct WgmmaShape {
     static constexpr int SHARED = 2 * STAGES * STAGE + 2 * Q + 256 + 2 * sizeof(Piece);
 };
 
+/* Rows r and r + 8 of a thread, as wgmma and mma leave them, to a slot: [M][D]. */
+template <int D> DKV__DEVICE void store_part(float *slot, int r, const float (&o)[D / 8][4]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{o[n][0], o[n][1]};
+        *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{o[n][2], o[n][3]};
+    }
+}
+
 #if __CUDA_ARCH_FEAT_SM90_ALL
 /* Q's rows of a piece into shared memory, by 96 threads. */
 template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p, char *to, int tid) {
@@ -1726,16 +1736,6 @@ template <int D> struct WgmmaPlaces {
         v_empty = v_full + S::STAGES, more = v_empty + S::STAGES;
     }
 };
-
-/* A warpgroup's rows r and r + 8 of a thread, as wgmma leaves them, to a slot: [M][D]. */
-template <int D> DKV__DEVICE void store_part(float *slot, int r, const float (&o)[D / 8][4]) {
-    const int t = threadIdx.x & 3;
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-        *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{o[n][0], o[n][1]};
-        *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{o[n][2], o[n][3]};
-    }
-}
 
 /* O = softmax(S) V of a warpgroup's 64 rows of Q, over tiles begin .. end - 1, the next of the rings: S of tile i and
    P V of tile i - 1 are in flight together, and the softmax of one warpgroup runs under the products of the other, in
@@ -3207,6 +3207,8 @@ dkv_result questions_read(Questions *out, const dkv_attention *a, int64_t n, con
         longest = most(longest, rows);
     }
     out->keys += longest;
+    typedef ProbeShape<256, false> Largest; /* others take what every device has */
+    if (out->b.d > 128 && Largest::Q + 256 + 2 * Largest::STAGE > dev.shared) return DKV_ERR_DEVICE;
     if (n && (out->queries * a->H > 1 << 30 || out->keys > INT32_MAX || out->keys * a->Hkv / TILE > INT32_MAX))
         return DKV_ERR_SHAPE;
     return DKV_OK;
@@ -3223,7 +3225,6 @@ dkv_result launch_probe(Probe p, const Parcel &parcel, const Device &dev, int64_
     p.ctas = 1;
     p.blocks = (int)ceil_div((int64_t)p.n * p.G, S::M);
     p.stages = least((int)S::MOST_STAGES, (dev.shared - S::Q - 256) / S::STAGE);
-    if (p.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
     for (int i = 1; i <= dev.sms; i++) { /* rounds of CTAs times what one does; to begin is worth 4 tiles */
         int64_t time = ceil_div((int64_t)i * p.blocks * p.Hkv, dev.sms) * (ceil_div(tiles, i) + 4);
         if (time < best) best = time, p.ctas = i;
@@ -3712,7 +3713,8 @@ struct Question { int32_t suffix, i; };              /* a query of a context: wh
 struct Part { int32_t of, g, row; };                 /* rows: context or suffix, KV head, the first of them */
 
 struct alignas(128) GatedContext {
-    CUtensorMap          k, v;
+    CUtensorMap          k, v;                               /* for TMA */
+    dkv_tensor           source[2];                          /* the same without */
     const float         *ln_u;
     const unsigned char *open;
     float               *d_ln_u;
@@ -3748,6 +3750,7 @@ struct GatedWork { /* kernel parameter */
     float              *partial;   /* [head][tile][block][warp] sums of dS */
     int64_t             opens_of_side;
     int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells, sms;
+    int                 arch;
 };
 
 /* How many tiles the parts of a context are cut into: sink, the farthest bin, each of the other bins, recent. */
@@ -4103,6 +4106,83 @@ DKV__DEVICE Attention target_of(const GatedContext &c, const Suffix &s, int side
     return a;
 }
 
+/* Where a piece's rows of Q are among the gathered ones; blocks that its context does not have read the last one. */
+template <int M> DKV__DEVICE int64_t first_row(const GatedPiece &p) {
+    return p.c->first_row + ((int64_t)p.g * p.c->blocks + least(p.m, p.c->blocks - 1)) * M;
+}
+
+/* Row r + 8 i of them, times weight, to where it belongs. */
+template <int D>
+DKV__DEVICE void store_row(const dkv_tensor &to, bool vector, int d, const Row &row, const float (&o)[D / 8][4], int i,
+                           float weight) {
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        const float x[2] = {o[n][2 * i] * weight, o[n][2 * i + 1] * weight};
+        store_out<2>(to, vector, d, row, 8 * n + 2 * (threadIdx.x & 3), x);
+    }
+}
+
+/* The thread's number, of which the compiler does not know that it stays: what follows from it is computed where it is
+   used, and not kept in registers that loops need. */
+DKV__DEVICE int this_thread() {
+    int x = threadIdx.x;
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+/* Rows, bytes `stride` apart, into shared memory as mma and ldmatrix take them, zeros from row n and column d on. */
+template <int D, int ROWS, int THREADS>
+DKV__DEVICE void copy_rows(char *to, const char *from, int64_t stride, int n, int d) {
+    constexpr int STEP = THREADS / (D / 8);
+    const int     thread = this_thread(), c = thread % (D / 8);
+    int           row = thread / (D / 8);
+    const char   *p = from + row * stride + c * 16; /* not read where nothing is real */
+    if (c * 8 >= d) n = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP, row += STEP, p += STEP * stride)
+        if (ROWS % STEP == 0 || row < ROWS) copy16(shared_address(to) + tile_offset<128, ROWS>(row, c), p, row < n);
+}
+
+/* The ends of a piece's rows r and r + 8, of softmax's parts: into outputs, or the piece's slot. */
+template <int D>
+DKV__DEVICE void store_outputs(const GatedWork &w, const GatedPiece &p, int r, const float (&o)[D / 8][4],
+                               const float (&top)[2], float (&sum)[2]) {
+    constexpr int M = WgmmaShape<D>::M;
+    sum[0] = quad_sum(sum[0]), sum[1] = quad_sum(sum[1]);
+    if (!p.whole) {
+        float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
+        store_part<D>(slot, r, o);
+        for (int i = 0; i < 2 && threadIdx.x % 4 == 0; i++)
+            slot[M * D + r + 8 * i] = top[i], slot[M * (D + 1) + r + 8 * i] = sum[i];
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const GatedRow y = gated_row<M>(w, *p.c, p.g, p.m * M + r + 8 * i);
+        if (!y.real) continue;
+        const Attention a = target_of(*p.c, *y.s, p.side);
+        const Row       row = {y.i, y.h, true};
+        store_row<D>(a.out, a.out_vector, a.d_v, row, o, i, finish_row(a, row, top[i], sum[i]));
+    }
+}
+
+/* The same of their gradients. */
+template <int D>
+DKV__DEVICE void store_gradients(const GatedWork &w, const GatedPiece &p, int r, const float (&dq)[D / 8][4],
+                                 const float (&unlift)[2]) {
+    constexpr int M = WgmmaShape<D>::M;
+    if (!p.whole) {
+        store_part<D>(w.slots + (int64_t)p.slot * M * D, r, dq);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const GatedRow y = gated_row<M>(w, *p.c, p.g, p.m * M + r + 8 * i);
+        if (!y.real) continue;
+        store_row<D>(y.s->x.dq, is_even(y.s->x.dq), p.c->d_k, Row{y.i, y.h, true}, dq, i, p.c->scale * unlift[i]);
+    }
+}
+
 /* ---- forward -----------------------------------------------------------------------------------------------------
 
    math    softmax over [scale q . k + ln u, scale q . k of the own suffix] times V; ln u is the addend that the
@@ -4132,10 +4212,6 @@ DKV__DEVICE void load_boxes(char *to, const CUtensorMap *map, int row, int head,
 #endif
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
-/* Where a piece's rows of Q are among the gathered ones; blocks that its context does not have read the last one. */
-template <int M> DKV__DEVICE int64_t first_row(const GatedPiece &p) {
-    return p.c->first_row + ((int64_t)p.g * p.c->blocks + least(p.m, p.c->blocks - 1)) * M;
-}
 DKV__DEVICE void acquire_maps(const GatedPiece &p, const GatedContext *&known) {
     if (p.c != known && (threadIdx.x & 31) == 0) tma_acquire(&p.c->k), tma_acquire(&p.c->v);
     known = p.c;
@@ -4191,16 +4267,6 @@ DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight
     }
 }
 
-/* Row r + 8 i of them, times weight, to where it belongs. */
-template <int D>
-DKV__DEVICE void store_row(const dkv_tensor &to, bool vector, int d, const Row &row, const float (&o)[D / 8][4], int i,
-                           float weight) {
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-        const float x[2] = {o[n][2 * i] * weight, o[n][2 * i + 1] * weight};
-        store_out<2>(to, vector, d, row, 8 * n + 2 * (threadIdx.x & 3), x);
-    }
-}
 #endif
 
 template <class T, int D>
@@ -4259,22 +4325,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
         auto last = [&](char *tile) { clean(tile, len); };
         attend_keys<T, D>(o, s, sum, alpha, q_at, k, v, p.tile, p.end, tid, own, look, soften, between, last);
 
-        sum[0] = quad_sum(sum[0]), sum[1] = quad_sum(sum[1]);
-        if (!p.whole) {
-            float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
-            store_part<D>(slot, r, o);
-            for (int i = 0; i < 2 && lane % 4 == 0; i++)
-                slot[M * D + r + 8 * i] = top[i], slot[M * (D + 1) + r + 8 * i] = sum[i];
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
-                if (!y.real) continue;
-                const Attention a = target_of(c, *y.s, p.side);
-                const Row       row = {y.i, y.h, true};
-                store_row<D>(a.out, a.out_vector, a.d_v, row, o, i, finish_row(a, row, top[i], sum[i]));
-            }
-        }
+        store_outputs<D>(w, p, r, o, top, sum);
         named_sync(4 + own, 128);
         if (tid % 128 == 0) bar_arrive(q_empty + q.stage);
     }
@@ -4550,17 +4601,268 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
 #pragma unroll
             for (int n = 0; n < D / 8; n++) dq[n][0] = dq[n][1] = dq[n][2] = dq[n][3] = 0.0f;
         }
-        if (!p.whole) store_part<D>(w.slots + (int64_t)p.slot * M * D, r, dq);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
-            if (!p.whole || !y.real) continue;
-            store_row<D>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, dq, i, c.scale * unlift[i]);
-        }
+        store_gradients<D>(w, p, r, dq, unlift);
     }
 #else
     __trap(); /* compiled for sm_90 without the a: better an error than no output */
 #endif
+}
+
+/* ---- forward and backward by mma.sync: sm_80 .. sm_120 -----------------------------------------------------------
+
+   math    as the two kernels above
+   shapes  32 rows a warp, so that what ldmatrix brings of K and V is used twice: 16 rows would take longer to read
+           than to multiply; steps of 64 keys forward and 32 backward, for registers
+   CTA     M / 32 warps, which all copy, a step ahead: K and V in turn through three places forward, both through two
+           places backward. Two CTAs a multiprocessor where they fit: exponentials of one under products of the other
+   limits  as above, and 99 KB of shared memory                                                                     */
+
+struct Keys { const char *first; int64_t stride; int d; }; /* K or V: row 0, bytes from row to row, elements of a row */
+
+struct MmaDesk { /* in shared memory: what a CTA works at */
+    GatedWalk  walk;
+    GatedPiece piece;
+    Keys       keys[2][2]; /* of the piece: [context, own][K, V] */
+    int4       tiles[4];   /* i % 4: entry i of the piece's list, for this tile and the next two */
+    Sight      sights[3];  /* of steps, at the places that they are copied to; len 0: no step */
+    int        query[192]; /* of the rows */
+};
+
+template <int D> struct GatedMmaShape {
+    static constexpr int M = WgmmaShape<D>::M, THREADS = M, ROWS = M * D * 2; /* 32 threads for 32 rows */
+    static constexpr int FORWARD = 64, BACKWARD = 32;                         /* keys of a step */
+    static constexpr int FORWARD_SHARED = ROWS + 3 * FORWARD * D * 2 + (int)sizeof(MmaDesk);
+    static constexpr int BACKWARD_SHARED = 2 * ROWS + 4 * BACKWARD * D * 2 + (int)sizeof(MmaDesk);
+    static_assert(FORWARD_SHARED <= 99 << 10 && BACKWARD_SHARED <= 99 << 10, "shared memory");
+};
+
+DKV__DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DKV__DEVICE void copies_wait() { /* until the N groups that were committed last are in flight */
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+    __syncthreads();
+}
+
+DKV__DEVICE void first_walk(MmaDesk &d, const GatedWork &w, int sides) {
+    if (threadIdx.x >= 32) return;
+    const GatedWalk walk = gated_walk(w, sides);
+    if (threadIdx.x == 0) d.walk = walk;
+}
+DKV__DEVICE const int4 *entry_of(const GatedPiece &p, int i) {
+    return i < p.opens ? (const int4 *)p.list + i : (const int4 *)p.own + (i - p.opens);
+}
+
+/* Goes to the next piece; false: there is none. */
+template <int D> __device__ __noinline__ bool next_piece(MmaDesk &d, const GatedWork &w) {
+    __syncthreads(); /* the piece before is done */
+    if (threadIdx.x < 32) {
+        GatedWalk  walk = d.walk;
+        GatedPiece p;
+        __syncwarp();
+        if (gated_next(walk, p, w) && threadIdx.x < 4) {
+            const int           own = threadIdx.x / 2, v = threadIdx.x % 2;
+            const GatedContext &c = *p.c;
+            const dkv_tensor   &t = c.source[v];
+            const int64_t       key = c.first_key + (int64_t)p.g * c.own_keys;
+            d.keys[own][v] = own ? Keys{(v ? w.own_v_rows : w.own_k_rows) + key * D * 2, D * 2, D}
+                                 : Keys{at(t, 0, p.g), t.stride_token, v ? c.d_v : c.d_k};
+        }
+        if (p.c && p.tile + (int)threadIdx.x < least(p.end, p.tile + 2))
+            d.tiles[(p.tile + threadIdx.x) % 4] = __ldcg(entry_of(p, p.tile + threadIdx.x));
+        if (threadIdx.x == 0) d.walk = walk, d.piece = p;
+    }
+    __syncthreads();
+    if (!d.piece.c) return false;
+    d.query[threadIdx.x] = (d.piece.m * GatedMmaShape<D>::M + (int)threadIdx.x) / d.piece.c->G;
+    return true;
+}
+
+/* The steps of a piece, in order: keys at .. at + KEYS - 1 of tile i. By all threads. */
+template <int D, int KEYS> struct Steps {
+    int i, at = 0;
+    DKV__DEVICE explicit Steps(const GatedPiece &p) : i(p.tile) {}
+    DKV__DEVICE Sight sight(const MmaDesk &d) const {
+        Sight x = i < d.piece.end ? sight_of(d.piece, i, d.tiles[i % 4]) : Sight{};
+        x.len -= at, x.edge += at;
+        return x;
+    }
+    /* Begins to copy K or V; with K what is to know of the step, to place n. */
+    DKV__DEVICE void copy(char *to, MmaDesk &d, int v, int n) const {
+        if (!v && threadIdx.x == 0) d.sights[n] = sight(d);
+        if (i >= d.piece.end) return;
+        const Keys k = d.keys[i >= d.piece.opens][v];
+        copy_rows<D, KEYS, GatedMmaShape<D>::THREADS>(to, k.first + (d.tiles[i % 4].x + at) * k.stride, k.stride,
+                                                      sight(d).len, k.d);
+        if (!v && at == 0 && i + 2 < d.piece.end && threadIdx.x == 0)
+            copy16(shared_address(d.tiles + (i + 2) % 4), entry_of(d.piece, i + 2), true);
+    }
+    DKV__DEVICE void next(const MmaDesk &d) {
+        if (sight(d).len > KEYS) at += KEYS;
+        else i++, at = 0;
+    }
+};
+
+/* S = Q K^T of the 32 rows from row0 on. */
+template <class T, int D, int M, int N>
+DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, int row0, const char *k) {
+    const int lane = this_thread() & 31;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int u = 0; u < 4; u++) s[0][n][u] = s[1][n][u] = 0.0f;
+    }
+#pragma unroll
+    for (int c = 0; c < D / 16; c++) {
+        uint32_t a[2][4], b[4];
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            ldmatrix(a[h], shared_address(q) + tile_offset<128, M>(row0 + 16 * h + (lane & 15), 2 * c + (lane >> 4)));
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            const int row = n * 8 + (lane & 7) + (lane >> 4) * 8;
+            ldmatrix(b, shared_address(k) + tile_offset<128, N * 8>(row, 2 * c + (lane >> 3 & 1)));
+#pragma unroll
+            for (int h = 0; h < 2; h++) mma<T>(s[h][n], a[h], b[0], b[1]), mma<T>(s[h][n + 1], a[h], b[2], b[3]);
+        }
+    }
+}
+
+/* O += P V of 16 N keys. */
+template <class T, int D, int N>
+DKV__DEVICE void mix32(float (&o)[2][D / 8][4], const uint32_t (&p)[2][N][4], const char *v) {
+    const int lane = this_thread() & 31;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+#pragma unroll
+        for (int c = 0; c < D / 8; c += 2) {
+            uint32_t b[4];
+            ldmatrix_t(b, shared_address(v) + tile_offset<128, N * 16>(j * 16 + (lane & 15), c + (lane >> 4)));
+#pragma unroll
+            for (int h = 0; h < 2; h++) mma<T>(o[h][c], p[h][j], b[0], b[1]), mma<T>(o[h][c + 1], p[h][j], b[2], b[3]);
+        }
+    }
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(GatedMmaShape<D>::THREADS, 2) gated_forward_mma(const __grid_constant__ GatedWork w) {
+    typedef GatedMmaShape<D> S;
+    constexpr int            M = S::M, KEYS = S::FORWARD, STAGE = KEYS * D * 2;
+    extern __shared__ __align__(1024) char shared[];
+    char *const              qs = shared, *const ring = qs + S::ROWS;
+    MmaDesk                 &d = *(MmaDesk *)(ring + 3 * STAGE);
+    const GatedPiece        &p = d.piece;
+    const int                row0 = threadIdx.x / 32 * 32, r = row0 + threadIdx.x % 32 / 4;
+    let_next_start();
+    first_walk(d, w, w.sides);
+    while (next_piece<D>(d, w)) {
+        const float    factor[2] = {p.c->times, p.c->times};
+        float          s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
+        uint32_t       weight[2][KEYS / 16][4];
+        float          top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+        Steps<D, KEYS> steps(p);
+        copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
+        steps.copy(ring, d, 0, 0);
+        copies_commit();
+        steps.copy(ring + STAGE, d, 1, 0);
+        copies_commit();
+        steps.next(d);
+        for (int k = 0;;) { /* the place of K; V is in the one behind, K of the next step goes to the one before */
+            const int v = k == 2 ? 0 : k + 1, next = k == 0 ? 2 : k - 1;
+            copies_wait<1>(); /* and V of the step before is read no more */
+            if (d.sights[k].len == 0) break;
+            steps.copy(ring + next * STAGE, d, 0, next);
+            copies_commit();
+            scores32<T, D, M>(s, qs, row0, ring + k * STAGE);
+            const Sight y = d.sights[k];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int seen[2] = {sees(y, d.query[r + 16 * h]), sees(y, d.query[r + 16 * h + 8])};
+                softmax_tile(s[h], top[h], sum[h], alpha, factor, 0.0f, seen, 0, y.bias);
+                scale_rows(o[h], alpha);
+#pragma unroll
+                for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
+            }
+            copies_wait<1>(); /* and K of this step */
+            steps.copy(ring + k * STAGE, d, 1, next);
+            copies_commit();
+            steps.next(d);
+            mix32<T, D>(o, weight, ring + v * STAGE);
+            k = next;
+        }
+        store_outputs<D>(w, p, r, o[0], top[0], sum[0]);
+        store_outputs<D>(w, p, r + 16, o[1], top[1], sum[1]);
+    }
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(GatedMmaShape<D>::THREADS, 2) gated_backward_mma(const __grid_constant__ GatedWork w) {
+    typedef GatedMmaShape<D> S;
+    constexpr int            M = S::M, KEYS = S::BACKWARD, STAGE = KEYS * D * 2;
+    extern __shared__ __align__(1024) char shared[];
+    char *const              qs = shared, *const gs = qs + S::ROWS, *const ring = gs + S::ROWS;
+    MmaDesk                 &d = *(MmaDesk *)(ring + 4 * STAGE);
+    const GatedPiece        &p = d.piece;
+    const int                row0 = threadIdx.x / 32 * 32, lane = threadIdx.x & 31, r = row0 + lane / 4;
+    let_next_start();
+    first_walk(d, w, 1);
+    while (next_piece<D>(d, w)) {
+        const float    times = p.c->times;
+        float          s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
+        float          lse[2][2], delta[2][2], unlift[2][2];
+        uint32_t       weight[2][KEYS / 16][4];
+        Steps<D, KEYS> steps(p);
+        auto fetch = [&](int n) { /* the next step, to place n */
+            steps.copy(ring + n * 2 * STAGE, d, 0, n);
+            steps.copy(ring + n * 2 * STAGE + STAGE, d, 1, n);
+            copies_commit();
+            steps.next(d);
+        };
+        copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
+        copy_rows<D, M, S::THREADS>(gs, w.d_out_rows + first_row<M>(p) * D * 2, D * 2, M, D);
+        fetch(0);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float4 x = __ldcg(w.stats + first_row<M>(p) + r + 8 * i);
+            lse[i / 2][i % 2] = x.x, delta[i / 2][i % 2] = x.y;
+            unlift[i / 2][i % 2] = Name<T>::type == DKV_F16 ? x.z : 1.0f;
+        }
+        for (int n = 0;; n ^= 1) {
+            copies_wait<0>(); /* and the step before is done */
+            if (d.sights[n].len == 0) break;
+            fetch(n ^ 1);
+            scores32<T, D, M>(s, qs, row0, ring + n * 2 * STAGE);
+            scores32<T, D, M>(dp, gs, row0, ring + n * 2 * STAGE + STAGE);
+            const Sight y = d.sights[n];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int seen[2] = {sees(y, d.query[r + 16 * h]), sees(y, d.query[r + 16 * h + 8])};
+                float     part[2] = {0.0f, 0.0f};
+#pragma unroll
+                for (int j = 0; j < KEYS / 8; j++) {
+#pragma unroll
+                    for (int u = 0; u < 4; u++) {
+                        const float x = exp2_fast(fmaf(s[h][j][u], times, y.bias - lse[h][u >> 1]));
+                        s[h][j][u] = x * (dp[h][j][u] - delta[h][u >> 1]);
+                        if (8 * j + lane % 4 * 2 + (u & 1) >= seen[u >> 1]) s[h][j][u] = 0.0f;
+                        part[u >> 1] += s[h][j][u];
+                    }
+                }
+                sum[h] += part[0] * unlift[h][0] + part[1] * unlift[h][1];
+#pragma unroll
+                for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
+            }
+            mix32<T, D>(dq, weight, ring + n * 2 * STAGE);
+            if (y.len > KEYS) continue;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                for (int j = 16; j; j >>= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], j);
+                const int64_t cell = p.c->first_open + (int64_t)p.g * p.c->tiles + y.tile;
+                if (lane == 0 && y.tile >= 0) w.partial[(cell * w.blocks + p.m) * (M / 16) + row0 / 16 + h] = sum[h];
+                sum[h] = 0.0f;
+            }
+        }
+        store_gradients<D>(w, p, r, dq[0], unlift[0]);
+        store_gradients<D>(w, p, r + 16, dq[1], unlift[1]);
+    }
 }
 
 /* ---- backward over the suffixes' own keys: dK and dV --------------------------------------------------------------
@@ -4574,15 +4876,6 @@ template <int D> struct OwnShape {
     static constexpr int OWN = KEYS * D * 2, ROWS = TILE * D * 2;
     static constexpr int SHARED = 2 * OWN + 2 * ROWS + TILE * (int)(sizeof(float4) + sizeof(float2));
 };
-
-/* Rows of [rows][D] in shared memory as mma and ldmatrix take them, zeros from row n on; by 256 threads. */
-template <int D, int ROWS> DKV__DEVICE void copy_rows(char *to, const char *from, int n) {
-    for (int i = threadIdx.x; i < ROWS * (D / 8); i += 256) {
-        const int row = i / (D / 8), c = i % (D / 8);
-        const char *src = from + (row < n ? row * D * 2 + c * 16 : 0);
-        copy16(shared_address(to) + tile_offset<128, ROWS>(row, c), src, row < n);
-    }
-}
 
 /* The least lift of a suffix's rows of one KV head, as 2^-lift: what its sums over rows are kept at. */
 DKV__DEVICE float common_unlift(const float4 *stats, int rows) {
@@ -4612,14 +4905,14 @@ template <class T, int D> DKV__DEVICE void own_gradients(const GatedWork &w, con
     const int     first = s.first * c.G, end = (s.first + (int)s.x.N_q) * c.G;
     const float   unlift = Name<T>::type == DKV_F16 ? common_unlift(w.stats + head_row + first, end - first) : 1.0f;
     const int64_t key = c.first_key + (int64_t)part.g * c.own_keys + s.key + key0;
-    copy_rows<D, KEYS>(ks, w.own_k_rows + key * D * 2, KEYS);
-    copy_rows<D, KEYS>(vs, w.own_v_rows + key * D * 2, KEYS);
+    copy_rows<D, KEYS, 256>(ks, w.own_k_rows + key * D * 2, D * 2, KEYS, D);
+    copy_rows<D, KEYS, 256>(vs, w.own_v_rows + key * D * 2, D * 2, KEYS, D);
     float sum[D / 8][4] = {};
     for (int row0 = first + key0 * c.G; row0 < end; row0 += TILE) {
         const int n = least(end - row0, TILE), at = warp % 4 * 32;
         __syncthreads(); /* what is there is read no more */
-        copy_rows<D, TILE>(qs, w.q_rows + (head_row + row0) * D * 2, n);
-        copy_rows<D, TILE>(gs, w.d_out_rows + (head_row + row0) * D * 2, n);
+        copy_rows<D, TILE, 256>(qs, w.q_rows + (head_row + row0) * D * 2, D * 2, n, D);
+        copy_rows<D, TILE, 256>(gs, w.d_out_rows + (head_row + row0) * D * 2, D * 2, n, D);
         if (threadIdx.x < TILE) {
             const int row = row0 + (int)threadIdx.x;
             stat[threadIdx.x] = float4{INFINITY, 0.0f, 1.0f, INFINITY};
@@ -4796,7 +5089,7 @@ dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
 /* What a batch comes to, and where things lie: tables in the block, what passes write in the workspace. */
 struct GatedSizes {
     dkv_type type;
-    int      D, M, sides, groups, sms;
+    int      D, M, sides, groups, sms, arch;
     int64_t  heads, suffixes, queries, keys, rows, blocks, all_blocks, own, opens, cells, tiles, most_tiles;
     int64_t  q_parts, own_parts, key_parts;
     int64_t  arrived_at, tile_at, suffix_at, question_at, head_at, own_at, count_at; /* in the block */
@@ -4844,7 +5137,7 @@ int groups_of(int64_t blocks, int sides, int sms) {
 
 dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Device &dev) {
     *s = GatedSizes{DKV_F32, 64};
-    if (dev.arch != 90) return DKV_ERR_DEVICE;
+    s->arch = dev.arch;
     for (int64_t i = 0; i < n; i++) {
         dkv_result r = check_gated(c[i], &s->type);
         if (r) return r;
@@ -4878,7 +5171,8 @@ dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Devic
     s->q_parts = s->rows / CHUNK;
     if (n > UINT16_MAX || s->rows > 1 << 30 || s->keys > 1 << 30 || s->opens > 1 << 28 || s->own > 1 << 24)
         return DKV_ERR_SHAPE;
-    s->groups = s->rows ? groups_of(s->blocks, s->sides, dev.sms) : s->sides;
+    const int ctas = dev.arch == 90 ? dev.sms : 2 * dev.sms; /* that run together, by wgmma and by mma.sync */
+    s->groups = s->rows ? groups_of(s->blocks, s->sides, ctas) : s->sides;
     int64_t at = 0;
     place(&at, n * (int64_t)sizeof(GatedContext));
     s->suffix_at = place(&at, s->suffixes * (int64_t)sizeof(Suffix));
@@ -4910,8 +5204,10 @@ dkv_result describe_context(GatedContext *x, const dkv_gated &c, const GatedSize
     dkv_tensor k, v;
     memset((void *)x, 0, sizeof *x);
     dkv_result r = context_of(c, &k, &v);
-    if (!r && c.T_c) r = encode_map(&x->k, k, c.d_k, c.T_c, c.Hkv, s.D, CHUNK);
-    if (!r && c.T_c) r = encode_map(&x->v, v, c.d_v, c.T_c, c.Hkv, s.D, CHUNK);
+    const bool tma = s.arch == 90 && c.T_c;
+    if (!r && tma) r = encode_map(&x->k, k, c.d_k, c.T_c, c.Hkv, s.D, CHUNK);
+    if (!r && tma) r = encode_map(&x->v, v, c.d_v, c.T_c, c.Hkv, s.D, CHUNK);
+    x->source[0] = k, x->source[1] = v;
     x->ln_u = c.ln_u;
     x->open = c.open;
     x->d_ln_u = c.d_ln_u;
@@ -5024,10 +5320,13 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     GatedSizes    s;
     memcpy(&s, k->sizes, sizeof s);
     memset((void *)w, 0, sizeof *w);
-    dkv_result r = encode_rows(&w->q, ws + s.q_at, s.type, s.D, s.rows);
-    if (!r) r = encode_rows(&w->d_out, ws + s.g_at, s.type, s.D, s.rows);
-    if (!r) r = encode_rows(&w->own_k, ws + s.k_at, s.type, s.D, s.keys);
-    if (!r) r = encode_rows(&w->own_v, ws + s.v_at, s.type, s.D, s.keys);
+    dkv_result r = DKV_OK;
+    if (s.arch == 90) {
+        r = encode_rows(&w->q, ws + s.q_at, s.type, s.D, s.rows);
+        if (!r) r = encode_rows(&w->d_out, ws + s.g_at, s.type, s.D, s.rows);
+        if (!r) r = encode_rows(&w->own_k, ws + s.k_at, s.type, s.D, s.keys);
+        if (!r) r = encode_rows(&w->own_v, ws + s.v_at, s.type, s.D, s.keys);
+    }
     w->contexts = (const GatedContext *)block;
     w->suffixes = (const Suffix *)(block + s.suffix_at);
     w->questions = (const Question *)(block + s.question_at);
@@ -5058,6 +5357,7 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     w->n_key_parts = (int)s.key_parts;
     w->most_cells = (int)s.cells;
     w->sms = s.sms;
+    w->arch = s.arch;
     return r;
 }
 
@@ -5068,15 +5368,18 @@ template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward
     const dim3    gather(lists + w.n_q_parts + w.n_own_parts), grid(w.groups * w.blocks);
     dkv_result    r = DKV_OK;
     auto next = [&](void (*kernel)(GatedWork), dim3 ctas, int threads, int shared) {
-        if (!r) r = launch(kernel, ctas, threads, shared, true, stream, w);
+        if (!r) r = launch(kernel, ctas, threads, shared, w.arch >= 90, stream, w);
     };
+    typedef GatedMmaShape<D> Mma;
     if (backward) {
         next(gated_gather<T, D, true>, gather, 256, 0);
-        next(gated_backward<T, D>, grid, BackwardShape<D>::THREADS, BackwardShape<D>::SHARED);
+        if (w.arch == 90) next(gated_backward<T, D>, grid, BackwardShape<D>::THREADS, BackwardShape<D>::SHARED);
+        else next(gated_backward_mma<T, D>, grid, Mma::THREADS, Mma::BACKWARD_SHARED);
         next(gated_finish<T, D>, w.n_key_parts + cuts_of(w, 1) * w.blocks * (M / 8) + cells, 256, OwnShape<D>::SHARED);
     } else {
         next(gated_gather<T, D, false>, gather, 256, 0);
-        next(gated_forward<T, D>, grid, WgmmaShape<D>::THREADS, GatedShape<D>::SHARED);
+        if (w.arch == 90) next(gated_forward<T, D>, grid, WgmmaShape<D>::THREADS, GatedShape<D>::SHARED);
+        else next(gated_forward_mma<T, D>, grid, Mma::THREADS, Mma::FORWARD_SHARED);
         if (w.groups > w.sides) next(gated_combine<M, D>, dim3(M / 8, cuts_of(w, w.sides), w.blocks), 256, 0);
     }
     return r;
