@@ -4618,21 +4618,25 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
    limits  as above, and 99 KB of shared memory                                                                     */
 
 struct Keys { const char *first; int64_t stride; int d; }; /* K or V: row 0, bytes from row to row, elements of a row */
+struct Step { Sight sight; int row, own; }; /* keys from row on, of which sight says as of a tile; len 0: the end */
 
-struct MmaDesk { /* in shared memory: what a CTA works at */
+struct RowStat { float lse, delta, unlift; int query; };
+
+template <int M> struct MmaDesk { /* in shared memory: what a CTA works at */
+    RowStat    rows[M];    /* of the piece */
     GatedWalk  walk;
     GatedPiece piece;
     Keys       keys[2][2]; /* of the piece: [context, own][K, V] */
-    int4       tiles[4];   /* i % 4: entry i of the piece's list, for this tile and the next two */
-    Sight      sights[3];  /* of steps, at the places that they are copied to; len 0: no step */
-    int        query[192]; /* of the rows */
+    int4       tiles[4];   /* i % 4: entry i of the piece's list, of tile and the next two */
+    int        tile, at;   /* where the step begins that will be put down next: at key `at` of a tile */
+    Step       steps[4];   /* s % 4: step s of the piece */
 };
 
 template <int D> struct GatedMmaShape {
     static constexpr int M = WgmmaShape<D>::M, THREADS = M, ROWS = M * D * 2; /* 32 threads for 32 rows */
-    static constexpr int FORWARD = 64, BACKWARD = 32;                         /* keys of a step */
-    static constexpr int FORWARD_SHARED = ROWS + 3 * FORWARD * D * 2 + (int)sizeof(MmaDesk);
-    static constexpr int BACKWARD_SHARED = 2 * ROWS + 4 * BACKWARD * D * 2 + (int)sizeof(MmaDesk);
+    static constexpr int FORWARD = D == 64 ? 32 : 64, BACKWARD = 32;                         /* keys of a step */
+    static constexpr int FORWARD_SHARED = ROWS + 3 * FORWARD * D * 2 + (int)sizeof(MmaDesk<M>);
+    static constexpr int BACKWARD_SHARED = 2 * ROWS + 4 * BACKWARD * D * 2 + (int)sizeof(MmaDesk<M>);
     static_assert(FORWARD_SHARED <= 99 << 10 && BACKWARD_SHARED <= 99 << 10, "shared memory");
 };
 
@@ -4642,75 +4646,92 @@ template <int N> DKV__DEVICE void copies_wait() { /* until the N groups that wer
     __syncthreads();
 }
 
-DKV__DEVICE void first_walk(MmaDesk &d, const GatedWork &w, int sides) {
+template <int M> DKV__DEVICE void first_walk(MmaDesk<M> &d, const GatedWork &w, int sides) {
     if (threadIdx.x >= 32) return;
     const GatedWalk walk = gated_walk(w, sides);
     if (threadIdx.x == 0) d.walk = walk;
 }
+
 DKV__DEVICE const int4 *entry_of(const GatedPiece &p, int i) {
     return i < p.opens ? (const int4 *)p.list + i : (const int4 *)p.own + (i - p.opens);
 }
 
-/* Goes to the next piece; false: there is none. */
-template <int D> __device__ __noinline__ bool next_piece(MmaDesk &d, const GatedWork &w) {
+/* Puts down step s, for those who copy it after the next barrier; by one thread. Entries of the list come with copies. */
+template <int KEYS, int M> DKV__DEVICE void put_step(MmaDesk<M> &d, int s) {
+    const GatedPiece &p = d.piece;
+    const int         i = d.tile, at = d.at;
+    Step             &x = d.steps[s % 4];
+    x.sight.len = 0;
+    if (i >= p.end) return;
+    const int4 entry = d.tiles[i % 4];
+    Sight      y = sight_of(p, i, entry);
+    if (at == 0 && i + 2 < p.end) copy16(shared_address(d.tiles + (i + 2) % 4), entry_of(p, i + 2), true);
+    y.len -= at, y.edge += at;
+    x = Step{y, entry.x + at, i >= p.opens};
+    d.tile = y.len > KEYS ? i : i + 1;
+    d.at = y.len > KEYS ? at + KEYS : 0;
+}
+
+/* Goes to the next piece and puts down its first two steps; false: there is none. By all threads. */
+template <int D, int KEYS, bool BACKWARD, int M>
+__device__ __noinline__ bool next_piece(MmaDesk<M> &d, const GatedWork &w) {
+    const int lane = threadIdx.x;
     __syncthreads(); /* the piece before is done */
-    if (threadIdx.x < 32) {
+    if (lane < 32) {
         GatedWalk  walk = d.walk;
         GatedPiece p;
         __syncwarp();
-        if (gated_next(walk, p, w) && threadIdx.x < 4) {
-            const int           own = threadIdx.x / 2, v = threadIdx.x % 2;
+        if (gated_next(walk, p, w) && lane < 4) {
+            const int           own = lane / 2, v = lane % 2;
             const GatedContext &c = *p.c;
             const dkv_tensor   &t = c.source[v];
             const int64_t       key = c.first_key + (int64_t)p.g * c.own_keys;
             d.keys[own][v] = own ? Keys{(v ? w.own_v_rows : w.own_k_rows) + key * D * 2, D * 2, D}
                                  : Keys{at(t, 0, p.g), t.stride_token, v ? c.d_v : c.d_k};
+            if (p.tile + lane < least(p.end, p.tile + 2))
+                d.tiles[(p.tile + lane) % 4] = __ldcg(entry_of(p, p.tile + lane));
         }
-        if (p.c && p.tile + (int)threadIdx.x < least(p.end, p.tile + 2))
-            d.tiles[(p.tile + threadIdx.x) % 4] = __ldcg(entry_of(p, p.tile + threadIdx.x));
-        if (threadIdx.x == 0) d.walk = walk, d.piece = p;
+        __syncwarp();
+        if (lane == 0) {
+            d.walk = walk, d.piece = p, d.tile = p.tile, d.at = 0;
+            if (p.c) put_step<KEYS>(d, 0), put_step<KEYS>(d, 1);
+        }
     }
     __syncthreads();
     if (!d.piece.c) return false;
-    d.query[threadIdx.x] = (d.piece.m * GatedMmaShape<D>::M + (int)threadIdx.x) / d.piece.c->G;
+    RowStat &row = d.rows[lane];
+    if (BACKWARD) {
+        const float4 x = __ldcg(w.stats + first_row<M>(d.piece) + lane);
+        row.lse = x.x, row.delta = x.y, row.unlift = x.z;
+    }
+    row.query = (d.piece.m * M + lane) / d.piece.c->G;
     return true;
 }
 
-/* The steps of a piece, in order: keys at .. at + KEYS - 1 of tile i. By all threads. */
-template <int D, int KEYS> struct Steps {
-    int i, at = 0;
-    DKV__DEVICE explicit Steps(const GatedPiece &p) : i(p.tile) {}
-    DKV__DEVICE Sight sight(const MmaDesk &d) const {
-        Sight x = i < d.piece.end ? sight_of(d.piece, i, d.tiles[i % 4]) : Sight{};
-        x.len -= at, x.edge += at;
-        return x;
-    }
-    /* Begins to copy K or V; with K what is to know of the step, to place n. */
-    DKV__DEVICE void copy(char *to, MmaDesk &d, int v, int n) const {
-        if (!v && threadIdx.x == 0) d.sights[n] = sight(d);
-        if (i >= d.piece.end) return;
-        const Keys k = d.keys[i >= d.piece.opens][v];
-        copy_rows<D, KEYS, GatedMmaShape<D>::THREADS>(to, k.first + (d.tiles[i % 4].x + at) * k.stride, k.stride,
-                                                      sight(d).len, k.d);
-        if (!v && at == 0 && i + 2 < d.piece.end && threadIdx.x == 0)
-            copy16(shared_address(d.tiles + (i + 2) % 4), entry_of(d.piece, i + 2), true);
-    }
-    DKV__DEVICE void next(const MmaDesk &d) {
-        if (sight(d).len > KEYS) at += KEYS;
-        else i++, at = 0;
-    }
-};
+/* Begins to copy K or V of step s. */
+template <int D, int KEYS> DKV__DEVICE void copy_step(char *to, const MmaDesk<GatedMmaShape<D>::M> &d, int s, int v) {
+    const Step &x = d.steps[s % 4];
+    const Keys &k = d.keys[x.own][v];
+    if (x.sight.len)
+        copy_rows<D, KEYS, GatedMmaShape<D>::THREADS>(to, k.first + x.row * k.stride, k.stride, x.sight.len, k.d);
+}
 
-/* S = Q K^T of the 32 rows from row0 on. */
+/* The first of the four rows of a piece that a thread has, 8 apart. */
+DKV__DEVICE int my_row() {
+    const int thread = this_thread();
+    return (thread & ~31) + (thread & 31) / 4;
+}
+
+/* S = Q K^T of a warp's rows. */
 template <class T, int D, int M, int N>
-DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, int row0, const char *k) {
-    const int lane = this_thread() & 31;
+DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k) {
+    const int thread = this_thread(), lane = thread & 31, row0 = thread & ~31;
 #pragma unroll
     for (int n = 0; n < N; n++) {
 #pragma unroll
         for (int u = 0; u < 4; u++) s[0][n][u] = s[1][n][u] = 0.0f;
     }
-#pragma unroll
+#pragma unroll 2
     for (int c = 0; c < D / 16; c++) {
         uint32_t a[2][4], b[4];
 #pragma unroll
@@ -4748,48 +4769,45 @@ __global__ void __launch_bounds__(GatedMmaShape<D>::THREADS, 2) gated_forward_mm
     constexpr int            M = S::M, KEYS = S::FORWARD, STAGE = KEYS * D * 2;
     extern __shared__ __align__(1024) char shared[];
     char *const              qs = shared, *const ring = qs + S::ROWS;
-    MmaDesk                 &d = *(MmaDesk *)(ring + 3 * STAGE);
+    MmaDesk<M>              &d = *(MmaDesk<M> *)(ring + 3 * STAGE);
     const GatedPiece        &p = d.piece;
-    const int                row0 = threadIdx.x / 32 * 32, r = row0 + threadIdx.x % 32 / 4;
     let_next_start();
     first_walk(d, w, w.sides);
-    while (next_piece<D>(d, w)) {
-        const float    factor[2] = {p.c->times, p.c->times};
-        float          s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
-        uint32_t       weight[2][KEYS / 16][4];
-        float          top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
-        Steps<D, KEYS> steps(p);
+    while (next_piece<D, KEYS, false>(d, w)) {
+        const float factor[2] = {p.c->times, p.c->times};
+        float       s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
+        float       top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+        uint32_t    weight[2][KEYS / 16][4];
+        auto        place = [&](unsigned j) { return ring + j % 3 * STAGE; }; /* K and V in turn */
         copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        steps.copy(ring, d, 0, 0);
+        copy_step<D, KEYS>(place(0), d, 0, 0);
         copies_commit();
-        steps.copy(ring + STAGE, d, 1, 0);
+        copy_step<D, KEYS>(place(1), d, 0, 1);
         copies_commit();
-        steps.next(d);
-        for (int k = 0;;) { /* the place of K; V is in the one behind, K of the next step goes to the one before */
-            const int v = k == 2 ? 0 : k + 1, next = k == 0 ? 2 : k - 1;
+        for (int i = 0;; i++) {
             copies_wait<1>(); /* and V of the step before is read no more */
-            if (d.sights[k].len == 0) break;
-            steps.copy(ring + next * STAGE, d, 0, next);
+            if (d.steps[i % 4].sight.len == 0) break;
+            if (threadIdx.x == 0) put_step<KEYS>(d, i + 2);
+            copy_step<D, KEYS>(place(2 * i + 2), d, i + 1, 0);
             copies_commit();
-            scores32<T, D, M>(s, qs, row0, ring + k * STAGE);
-            const Sight y = d.sights[k];
+            scores32<T, D, M>(s, qs, place(2 * i));
+            const Sight y = d.steps[i % 4].sight;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int seen[2] = {sees(y, d.query[r + 16 * h]), sees(y, d.query[r + 16 * h + 8])};
+                const RowStat *const row = d.rows + my_row() + 16 * h;
+                const int            seen[2] = {sees(y, row[0].query), sees(y, row[8].query)};
                 softmax_tile(s[h], top[h], sum[h], alpha, factor, 0.0f, seen, 0, y.bias);
                 scale_rows(o[h], alpha);
 #pragma unroll
                 for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
             }
             copies_wait<1>(); /* and K of this step */
-            steps.copy(ring + k * STAGE, d, 1, next);
+            copy_step<D, KEYS>(place(2 * i + 3), d, i + 1, 1);
             copies_commit();
-            steps.next(d);
-            mix32<T, D>(o, weight, ring + v * STAGE);
-            k = next;
+            mix32<T, D>(o, weight, place(2 * i + 1));
         }
-        store_outputs<D>(w, p, r, o[0], top[0], sum[0]);
-        store_outputs<D>(w, p, r + 16, o[1], top[1], sum[1]);
+        store_outputs<D>(w, p, my_row(), o[0], top[0], sum[0]);
+        store_outputs<D>(w, p, my_row() + 16, o[1], top[1], sum[1]);
     }
 }
 
@@ -4799,69 +4817,71 @@ __global__ void __launch_bounds__(GatedMmaShape<D>::THREADS, 2) gated_backward_m
     constexpr int            M = S::M, KEYS = S::BACKWARD, STAGE = KEYS * D * 2;
     extern __shared__ __align__(1024) char shared[];
     char *const              qs = shared, *const gs = qs + S::ROWS, *const ring = gs + S::ROWS;
-    MmaDesk                 &d = *(MmaDesk *)(ring + 4 * STAGE);
+    MmaDesk<M>              &d = *(MmaDesk<M> *)(ring + 4 * STAGE);
     const GatedPiece        &p = d.piece;
-    const int                row0 = threadIdx.x / 32 * 32, lane = threadIdx.x & 31, r = row0 + lane / 4;
     let_next_start();
     first_walk(d, w, 1);
-    while (next_piece<D>(d, w)) {
-        const float    times = p.c->times;
-        float          s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
-        float          lse[2][2], delta[2][2], unlift[2][2];
-        uint32_t       weight[2][KEYS / 16][4];
-        Steps<D, KEYS> steps(p);
-        auto fetch = [&](int n) { /* the next step, to place n */
-            steps.copy(ring + n * 2 * STAGE, d, 0, n);
-            steps.copy(ring + n * 2 * STAGE + STAGE, d, 1, n);
+    while (next_piece<D, KEYS, true>(d, w)) {
+        const float times = p.c->times;
+        float       s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
+        uint32_t    weight[2][KEYS / 16][4];
+        auto fetch = [&](int i) {
+            char *const to = ring + i % 2 * 2 * STAGE;
+            copy_step<D, KEYS>(to, d, i, 0);
+            copy_step<D, KEYS>(to + STAGE, d, i, 1);
             copies_commit();
-            steps.next(d);
         };
         copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
         copy_rows<D, M, S::THREADS>(gs, w.d_out_rows + first_row<M>(p) * D * 2, D * 2, M, D);
         fetch(0);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float4 x = __ldcg(w.stats + first_row<M>(p) + r + 8 * i);
-            lse[i / 2][i % 2] = x.x, delta[i / 2][i % 2] = x.y;
-            unlift[i / 2][i % 2] = Name<T>::type == DKV_F16 ? x.z : 1.0f;
-        }
-        for (int n = 0;; n ^= 1) {
+        for (int i = 0;; i++) {
+            const char *const k = ring + i % 2 * 2 * STAGE;
             copies_wait<0>(); /* and the step before is done */
-            if (d.sights[n].len == 0) break;
-            fetch(n ^ 1);
-            scores32<T, D, M>(s, qs, row0, ring + n * 2 * STAGE);
-            scores32<T, D, M>(dp, gs, row0, ring + n * 2 * STAGE + STAGE);
-            const Sight y = d.sights[n];
+            if (d.steps[i % 4].sight.len == 0) break;
+            if (threadIdx.x == 0) put_step<KEYS>(d, i + 2);
+            fetch(i + 1);
+            scores32<T, D, M>(s, qs, k);
+            scores32<T, D, M>(dp, gs, k + STAGE);
+            const Sight y = d.steps[i % 4].sight;
+            const int   lane = this_thread() & 31;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int seen[2] = {sees(y, d.query[r + 16 * h]), sees(y, d.query[r + 16 * h + 8])};
-                float     part[2] = {0.0f, 0.0f};
 #pragma unroll
-                for (int j = 0; j < KEYS / 8; j++) {
+                for (int u = 0; u < 2; u++) {
+                    const RowStat row = d.rows[my_row() + 16 * h + 8 * u];
+                    const float   from = row.lse - y.bias;
+                    const int     seen = sees(y, row.query) - lane % 4 * 2;
+                    float         part = 0.0f;
 #pragma unroll
-                    for (int u = 0; u < 4; u++) {
-                        const float x = exp2_fast(fmaf(s[h][j][u], times, y.bias - lse[h][u >> 1]));
-                        s[h][j][u] = x * (dp[h][j][u] - delta[h][u >> 1]);
-                        if (8 * j + lane % 4 * 2 + (u & 1) >= seen[u >> 1]) s[h][j][u] = 0.0f;
-                        part[u >> 1] += s[h][j][u];
+                    for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            float &x = s[h][n][2 * u + e];
+                            x = exp2_fast(fmaf(x, times, -from)) * (dp[h][n][2 * u + e] - row.delta);
+                            x = 8 * n + e < seen ? x : 0.0f;
+                            part += x;
+                        }
                     }
+                    sum[h] += part * (Name<T>::type == DKV_F16 ? row.unlift : 1.0f);
                 }
-                sum[h] += part[0] * unlift[h][0] + part[1] * unlift[h][1];
 #pragma unroll
                 for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
             }
-            mix32<T, D>(dq, weight, ring + n * 2 * STAGE);
+            mix32<T, D>(dq, weight, k);
             if (y.len > KEYS) continue;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 for (int j = 16; j; j >>= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], j);
                 const int64_t cell = p.c->first_open + (int64_t)p.g * p.c->tiles + y.tile;
-                if (lane == 0 && y.tile >= 0) w.partial[(cell * w.blocks + p.m) * (M / 16) + row0 / 16 + h] = sum[h];
+                if (lane == 0 && y.tile >= 0)
+                    w.partial[(cell * w.blocks + p.m) * (M / 16) + my_row() / 16 + h] = sum[h];
                 sum[h] = 0.0f;
             }
         }
-        store_gradients<D>(w, p, r, dq[0], unlift[0]);
-        store_gradients<D>(w, p, r + 16, dq[1], unlift[1]);
+        const RowStat *const row = d.rows + my_row();
+        const float          unlift[2][2] = {{row[0].unlift, row[8].unlift}, {row[16].unlift, row[24].unlift}};
+        store_gradients<D>(w, p, my_row(), dq[0], unlift[0]);
+        store_gradients<D>(w, p, my_row() + 16, dq[1], unlift[1]);
     }
 }
 
