@@ -1279,7 +1279,11 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
     const bool       direct = a.q_vector && t.type == Name<T>::type, inside = lane * N < d; /* 8 | d and N | 8 */
     float            w[N];
 #pragma unroll
-    for (int u = 0; u < N; u++) w[u] = !scaled ? 1.0f : inside ? scale[lane * N + u] * (fp8 ? 256.0f : 1.0f) : 0.0f;
+    for (int u = 0; u < N; u += 2) {
+        float2 y = {1.0f, 1.0f};
+        if (scaled) y = *(const float2 *)(scale + (inside ? lane * N : 0) + u);
+        w[u] = scaled && fp8 ? y.x * 256.0f : y.x, w[u + 1] = scaled && fp8 ? y.y * 256.0f : y.y;
+    }
     for (int k0 = 0; k0 < ROWS; k0 += STEP) {
         uint32_t raw[STEP][N / 2];
         float    x[STEP][N];
@@ -1423,15 +1427,16 @@ DKV__DEVICE void mix8(float (&o)[D / 8][4], const float (&s)[N][4], const char *
     }
 }
 
+DKV__DEVICE const float *v_scale(const Piece &p) { return p.a->v_scale + (int64_t)p.g * p.a->v_pitch; }
+
 /* Pair order -> straight order, times V's scales. In a chunk of 16 a thread has elements 4t .. 4t + 3, in straight
    order it gets 2t, 2t + 1 of either half. */
 template <int D> DKV__DEVICE void straighten(float (&o)[D / 8][4], const float *scale, int d, float lift) {
     const int lane = threadIdx.x & 31, t = lane & 3, src = (lane & ~3) | t / 2;
 #pragma unroll
     for (int c = 0; c < D / 16; c++) {
-        float w[4];
-#pragma unroll
-        for (int u = 0; u < 4; u++) w[u] = 16 * c + 4 * t + u < d ? scale[16 * c + 4 * t + u] * lift : 0.0f;
+        const float4 y = *(const float4 *)(scale + least(16 * c + 4 * t, d - 4)); /* 8 | d, and beyond it O is 0 */
+        const float  w[4] = {y.x * lift, y.y * lift, y.z * lift, y.w * lift};
 #pragma unroll
         for (int i = 0; i < 4; i += 2) { /* rows */
             float x[4] = {o[2 * c][i] * w[0], o[2 * c + 1][i] * w[1], o[2 * c][i + 1] * w[2],
@@ -1459,10 +1464,11 @@ template <int N> DKV__DEVICE void scale_rows(float (&o)[N][4], const float (&w)[
 /* Rows of block m that are queries. */
 template <int M> DKV__DEVICE int real_rows(const Piece &p) { return least(M, p.N_q * p.G - p.m * M); }
 
-/* All warps' parts of a piece meet: into the output, or the piece's slot. Columns in passes: few rows take one. */
+/* All warps' parts of a piece meet: into the output, or the piece's slot. Columns in passes: few rows take one.
+   scale: NULL, or V's, and o is in pair order. */
 template <int TYPE, int D, int RW>
 DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D / 8][4], const float (&top)[2],
-                              const float (&sum)[2], float *red, float *tops, float *sums) {
+                              const float (&sum)[2], float *red, float *tops, float *sums, const float *scale) {
     typedef MmaShape<TYPE, D, RW> S;
     constexpr int                 M = S::M, TW = S::TW;
     const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4;
@@ -1480,13 +1486,22 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D 
 #pragma unroll 1
     for (int d0 = 0; d0 < D; d0 += wide) {
         if (d0) named_sync(1, S::THREADS);
-        float *to = red + (warp * height + r) * pitch + 2 * t - d0;
+        float *to = red + (warp * height + r) * pitch - d0;
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) { /* registers want constant indices */
+        for (int n = 0; n < D / 8; n += 2) { /* registers want constant indices */
             if (8 * n < d0 || 8 * n >= d0 + wide) continue;
-            if (r < height) *(float2 *)(to + 8 * n) = float2{o[n][0], o[n][1]};
-            if (height == 16) *(float2 *)(to + 8 * pitch + 8 * n) = float2{o[n][2], o[n][3]};
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if (i ? height < 16 : r >= height) continue;
+                float       *y = to + 8 * (i * pitch + n);
+                const float2 a = {o[n][2 * i], o[n][2 * i + 1]}, b = {o[n + 1][2 * i], o[n + 1][2 * i + 1]};
+                if (scale) *(float4 *)(y + 4 * t) = float4{a.x, b.x, a.y, b.y};
+                else *(float2 *)(y + 2 * t) = a, *(float2 *)(y + 8 + 2 * t) = b;
+            }
         }
+        float2 times = {1.0f, 1.0f}; /* a thread's columns are the same for all its rows: wide divides 2 THREADS */
+        if (scale) times = *(const float2 *)(scale + least(d0 + (2 * tid & (wide - 1)), d - 2));
+        if (scale && TYPE == DKV_FP8) times.x *= 256.0f, times.y *= 256.0f;
         named_sync(1, S::THREADS);
 #pragma unroll 1
         for (int i = tid; i < real * wide / 2; i += S::THREADS) {
@@ -1501,6 +1516,7 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D 
                 x[0] += weight * y.x, x[1] += weight * y.y;
                 total += weight * sums[row + 16 * RW * k];
             }
+            x[0] *= times.x, x[1] *= times.y;
             if (p.whole) {
                 const Row   q = row_of(p, row);
                 const float weight = finish_row(*p.a, q, all, total, d0 + j == 0);
@@ -1633,8 +1649,7 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             if (tile == p.tile || tile == p.context) { /* a segment begins */
                 bool scaled = EIGHT && !tail;
                 if (EIGHT && tail && tile != p.tile) {
-                    straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v,
-                                  TYPE == DKV_FP8 ? 256.0f : 1.0f);
+                    straighten<D>(o, v_scale(p), p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
                 }
                 if (tile == p.tile || EIGHT) {
                     named_sync(1, S::THREADS); /* q and weight are read no more */
@@ -1685,11 +1700,9 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             stage = next + 1 == w.stages ? 0 : next + 1;
             phase = next_phase ^ (stage == 0);
         }
-        if (EIGHT && p.tile < p.context && p.end <= p.context && p.tile < p.end) {
-            straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
-        }
+        const bool pairs = EIGHT && p.tile < p.end && p.end <= p.context; /* no tail has put O straight */
         if (p.tile >= p.end) named_sync(1, S::THREADS); /* what the piece before left is read no more */
-        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums);
+        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, pairs ? v_scale(p) : NULL);
         if (!p.whole && w.arrived) combine_last<S, D>(p, w, flag);
         __syncwarp();
         if (lane == 0) bar_arrive(piece_empty + turn.stage);
@@ -3800,7 +3813,7 @@ namespace {
    blocks of M rows, as are the suffixes' keys and values, each suffix from a row of its own that is a multiple of 128.
    blocks CTAs side by side run through the same tiles, so K and V come from memory once.                           */
 
-constexpr int   CHUNK = 64;                   /* rows that a CTA gathers, and that a box of TMA has here */
+constexpr int   CHUNK = 64;                   /* rows of a part that is gathered, and of a box of TMA here */
 constexpr int   KEYS = 16;                    /* of a suffix whose gradients a CTA makes */
 
 struct Tile { int32_t row, len, bin; };              /* keys row .. row + len - 1 of the context; bin -1: no gate */
@@ -3902,27 +3915,22 @@ DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *ti
     const unsigned char *open = c.open + (int64_t)g * c.D;
     const int            warp = threadIdx.x / 32, lane = threadIdx.x & 31, all = c.tiles;
     int                  n = 0;
-    for (int t0 = 0; t0 == 0 || t0 < all; t0 += 1024) { /* four tiles a thread, whose loads are in flight together */
+    if (!all) let_next_start();
+    for (int t0 = 0; t0 < all; t0 += 1024) { /* four tiles a thread; no load has a condition, or it would wait */
         Tile  x[4];
         float bias[4];
         bool  is_open[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int t = t0 + k * 256 + (int)threadIdx.x;
-            is_open[k] = t < all;
-            x[k] = is_open[k] ? tiles[t] : Tile{0, 0, -1};
-        }
+        for (int k = 0; k < 4; k++) x[k] = tiles[least(t0 + k * 256 + (int)threadIdx.x, all - 1)];
         if (t0 == 0) let_next_start();
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            bias[k] = 0.0f;
-            if (x[k].bin < 0) continue;
-            if (side == 0) {
-                bias[k] = ln_u[x[k].bin] * LOG2E;
-                is_open[k] = ln_u[x[k].bin] >= DKV__GATE_OPEN_LN;
-            } else {
-                is_open[k] = open[x[k].bin] != 0;
-            }
+            const int  b = most(x[k].bin, 0);
+            const bool bit = side == 0 || open[b] != 0;
+            bias[k] = side == 0 ? ln_u[b] : 0.0f;
+            is_open[k] = x[k].bin < 0 || (bit && bias[k] >= DKV__GATE_OPEN_LN);
+            bias[k] = x[k].bin < 0 ? 0.0f : bias[k] * LOG2E;
+            is_open[k] = is_open[k] && t0 + k * 256 + (int)threadIdx.x < all;
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -4003,12 +4011,15 @@ DKV__DEVICE void gather_gradient(const GatedWork &w, const GatedContext &c, cons
 /* Kernels of a pass overlap: what the one before does not write may be read before let_next_start, and so may what the
    one before that wrote, which the one before waited for. */
 
-/* Before a pass: lists of open tiles, and rows into the order that the passes take them in. Grid: one CTA per list,
-   per 64 query rows, per 64 own keys. The last list to be done sums them up. */
+/* Before a pass: lists of open tiles, and rows into the order that the passes take them in. Grid: a CTA per list, and
+   per 2048 / D query rows or own keys, one for a thread: a second would wait for the loads of the first. The last list
+   to be done sums them up. */
+template <int D> struct GatherShape { static constexpr int C = D / 8, ROWS = 256 / C, OF_PART = CHUNK / ROWS; };
 template <class T, int D, bool BACKWARD>
 __global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ GatedWork w) {
     __shared__ int last;
-    constexpr int  C = D / 8, ROWS = 256 / C, EACH = CHUNK / ROWS;
+    typedef GatherShape<D> S;
+    constexpr int  C = S::C;
     const int      sides = BACKWARD ? 1 : w.sides, lists = w.n_heads * sides, c = threadIdx.x % C;
     int            job = (int)blockIdx.x - lists;
     if (job < 0) {
@@ -4043,35 +4054,28 @@ __global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ Gate
         }
         return;
     }
-    if (job < w.n_q_parts) {
-        const Part     part = w.q_parts[job];
+    const bool query = job < w.n_q_parts * S::OF_PART;
+    if (!query) job -= w.n_q_parts * S::OF_PART;
+    const Part part = (query ? w.q_parts : w.own_parts)[job / S::OF_PART];
+    const int  row = part.row + job % S::OF_PART * S::ROWS + (int)threadIdx.x / C;
+    if (query) {
         const GatedContext &x = w.contexts[part.of];
-        GatedRow            y[EACH];
-#pragma unroll
-        for (int k = 0; k < EACH; k++)
-            y[k] = gated_row<WgmmaShape<D>::M>(w, x, part.g, part.row + (int)threadIdx.x / C + k * ROWS);
+        const GatedRow      y = gated_row<WgmmaShape<D>::M>(w, x, part.g, row);
         let_next_start();
-#pragma unroll
-        for (int k = 0; k < EACH; k++) {
-            Eight q = {};
-            if (y[k].real) q = eight_at(y[k].s->x.q, y[k].i, y[k].h, c * 8, x.d_k);
-            store_row8<T>(w.q_rows + (y[k].at * D + c * 8) * 2, q);
-            if (BACKWARD) gather_gradient<T, D>(w, x, y[k], c);
-        }
+        Eight q = {};
+        if (y.real) q = eight_at(y.s->x.q, y.i, y.h, c * 8, x.d_k);
+        store_row8<T>(w.q_rows + (y.at * D + c * 8) * 2, q);
+        if (BACKWARD) gather_gradient<T, D>(w, x, y, c);
         return;
     }
-    job -= w.n_q_parts;
-    const Part     part = w.own_parts[job];
-    const Suffix  &s = w.suffixes[part.of];
+    const Suffix       &s = w.suffixes[part.of];
     const GatedContext &x = w.contexts[s.context];
+    const int64_t       to = x.first_key + (int64_t)part.g * x.own_keys + s.key + row;
+    Eight               k = {}, v = {};
     let_next_start();
-    for (int r = threadIdx.x / C; r < CHUNK; r += ROWS) {
-        const int64_t i = part.row + r, to = x.first_key + (int64_t)part.g * x.own_keys + s.key + i;
-        Eight         k = {}, v = {};
-        if (i < s.x.N_q) k = eight_at(s.x.k, i, part.g, c * 8, x.d_k), v = eight_at(s.x.v, i, part.g, c * 8, x.d_v);
-        store_row8<T>(w.own_k_rows + (to * D + c * 8) * 2, k);
-        store_row8<T>(w.own_v_rows + (to * D + c * 8) * 2, v);
-    }
+    if (row < s.x.N_q) k = eight_at(s.x.k, row, part.g, c * 8, x.d_k), v = eight_at(s.x.v, row, part.g, c * 8, x.d_v);
+    store_row8<T>(w.own_k_rows + (to * D + c * 8) * 2, k);
+    store_row8<T>(w.own_v_rows + (to * D + c * 8) * 2, v);
 }
 
 /* ---- shares ---- */
@@ -4779,20 +4783,26 @@ template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job
     const float         weight = c.scale * __ldcg(&w.stats[y.real ? y.at : 0].z);
     let_next_start();
     if (!is_cut || m >= c.blocks || !y.real) return;
-    float sum[N] = {};
-    for (int i = cut.pieces.first; i <= cut.pieces.last; i += 8) {
-        float x[8][N];
+    const Pieces &p = cut.pieces;
+    const int     n = p.last - p.first + 1, some = piece_slot(p, p.last);
+    const float  *columns = w.slots + r * D + lane * N;
+    float         sum[N] = {};
+    for (int i = 0; i < n; i += 32) {
+        const int      slot = piece_slot(p, p.first + i + lane), safe = slot < 0 ? some : slot;
+        const unsigned there = __ballot_sync(~0u, slot >= 0);
+        for (int j = 0; j < least(n - i, 32); j += 8) {
+            float x[8][N];
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            const int    slot = piece_slot(cut.pieces, i + k);
-            const float *from = w.slots + ((int64_t)slot * M + r) * D + lane * N;
+            for (int k = 0; k < 8; k++) { /* without a condition, so that no load waits for another */
+                const float *from = columns + (int64_t)__shfl_sync(~0u, safe, j + k) * M * D;
 #pragma unroll
-            for (int u = 0; u < N; u++) x[k][u] = slot < 0 ? 0.0f : __ldcg(from + u);
-        }
+                for (int u = 0; u < N; u += 2) *(float2 *)&x[k][u] = __ldcg((const float2 *)(from + u));
+            }
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
+            for (int k = 0; k < 8; k++) {
 #pragma unroll
-            for (int u = 0; u < N; u++) sum[u] += x[k][u];
+                for (int u = 0; u < N; u++) sum[u] += there >> (j + k) & 1 ? x[k][u] : 0.0f;
+            }
         }
     }
 #pragma unroll
@@ -4800,26 +4810,26 @@ template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job
     store_out<N>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, lane * N, sum);
 }
 
-/* d ln u of a cell: the sums of its tiles, row blocks and warps in order; by a warp. Cells are counted over the heads
-   of all contexts, as many for each as the largest D. */
+/* d ln u of a cell: the sums of its tiles, row blocks and warps in a fixed order; by 8 lanes. Cells are counted over
+   the heads of all contexts, as many for each as the largest D. */
 template <int M> DKV__DEVICE void sum_cell(const GatedWork &w, int64_t cell) {
     constexpr int       WARPS = M / 16;
-    const int2          where = w.heads[cell / w.most_cells];
+    const bool          real = cell < (int64_t)w.n_heads * w.most_cells;
+    const int2          where = w.heads[real ? cell / w.most_cells : 0];
     const GatedContext &c = w.contexts[where.x];
-    const int           b = (int)(cell % w.most_cells), lane = threadIdx.x & 31;
-    if (b >= c.D) return;
-    const int64_t at = (int64_t)where.y * c.D + b;
-    float         sum = 0.0f;
-    if (c.ln_u[at] >= DKV__GATE_OPEN_LN) {
+    const int           b = real ? (int)(cell % w.most_cells) : c.D, lane = threadIdx.x & 7;
+    const int64_t       at = (int64_t)where.y * c.D + b;
+    float               sum = 0.0f;
+    if (b < c.D && c.ln_u[at] >= DKV__GATE_OPEN_LN) {
         int first, n;
         tiles_of_bin(cutting(c.T_c, c.W, c.S, c.R), b, &first, &n);
         const float *from = w.partial + (c.first_open + (int64_t)where.y * c.tiles + first) * w.blocks * WARPS;
         const int64_t parts = (int64_t)n * w.blocks * WARPS;
-        for (int64_t i = lane; i < parts; i += 32)
+        for (int64_t i = lane; i < parts; i += 8)
             if ((int)(i / WARPS % w.blocks) < c.blocks) sum += __ldcg(from + i);
     }
-    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
-    if (lane == 0) c.d_ln_u[at] = sum;
+    for (int i = 4; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
+    if (lane == 0 && b < c.D) c.d_ln_u[at] = sum;
 }
 
 /* The ends of backward, one behind the other in the grid: own keys; heads that were cut; and the cells,
@@ -4834,8 +4844,9 @@ template <class T, int D> __global__ void __launch_bounds__(256, 2) gated_finish
         sum_queries<M, D>(w, cut);
     } else {
         let_next_start();
-        const int64_t step = (int64_t)(gridDim.x - w.n_key_parts - cuts) * 8, all = (int64_t)w.n_heads * w.most_cells;
-        for (int64_t i = (int64_t)cell * 8 + threadIdx.x / 32; i < all; i += step) sum_cell<M>(w, i);
+        const int64_t step = (int64_t)(gridDim.x - w.n_key_parts - cuts) * 32, all = (int64_t)w.n_heads * w.most_cells;
+        for (int64_t i = (int64_t)cell * 32 + threadIdx.x / 32 * 4; i < all; i += step)
+            sum_cell<M>(w, i + threadIdx.x % 32 / 8);
     }
 }
 
@@ -5162,8 +5173,8 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
 template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward, cudaStream_t stream) {
     constexpr int M = WgmmaShape<D>::M;
     const int     lists = w.n_heads * (backward ? 1 : w.sides);
-    const int     cells = (int)least(ceil_div(w.n_heads * (int64_t)w.most_cells, 8), (int64_t)w.sms);
-    const dim3    gather(lists + w.n_q_parts + w.n_own_parts), grid(w.groups * w.blocks);
+    const int     cells = (int)least(ceil_div(w.n_heads * (int64_t)w.most_cells, 32), (int64_t)w.sms);
+    const dim3    gather(lists + (w.n_q_parts + w.n_own_parts) * GatherShape<D>::OF_PART), grid(w.groups * w.blocks);
     dkv_result    r = DKV_OK;
     auto next = [&](void (*kernel)(GatedWork), dim3 ctas, int threads, int shared) {
         if (!r) r = launch(kernel, ctas, threads, shared, true, stream, w);
