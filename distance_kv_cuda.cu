@@ -2965,7 +2965,7 @@ DKV__DEVICE Stretch stretch_after(const Probe &p, int g, const Stretch &s, int f
 /* Every second chunk of a row into row r of a tile, as T; from NULL: zeros. */
 template <class T, int D, int ROWS>
 DKV__DEVICE void gather_row(char *to, int r, int half, const char *from, const dkv_tensor &t, bool vector, int d) {
-#pragma unroll 2
+#pragma unroll D / 32
     for (int c = half; c < D / 8; c += 2) {
         const uint32_t dst = tile_offset<128, ROWS>(r, c);
         const bool     real = from && c * 8 < d;
@@ -4720,9 +4720,8 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
    limits  as above, and 99 KB of shared memory                                                                     */
 
 struct Keys { const char *first; int64_t stride; int d; }; /* K or V: row 0, bytes from row to row, elements of a row */
-struct Step { Sight sight; int row, own; }; /* keys from row on, of which sight says as of a tile; len 0: the end */
-
-struct RowStat { float lse, delta, unlift; int query; };
+struct alignas(16) Step { Sight sight; int row, own; }; /* keys row ..; sight: as of a tile; len 0: the end */
+struct alignas(16) RowStat { float lse, delta, unlift; int query; };
 
 template <int M> struct MmaDesk { /* in shared memory: what a CTA works at */
     RowStat    rows[M];    /* of the piece */
@@ -4734,13 +4733,19 @@ template <int M> struct MmaDesk { /* in shared memory: what a CTA works at */
     Step       steps[4];   /* s % 4: step s of the piece */
 };
 
-template <int D> struct GatedMmaShape {
-    static constexpr int M = WgmmaShape<D>::M, THREADS = M, ROWS = M * D * 2; /* 32 threads for 32 rows */
-    static constexpr int FORWARD = D == 64 ? 32 : 64, BACKWARD = 32;                         /* keys of a step */
-    static constexpr int FORWARD_SHARED = ROWS + 3 * FORWARD * D * 2 + (int)sizeof(MmaDesk<M>);
-    static constexpr int BACKWARD_SHARED = 2 * ROWS + 4 * BACKWARD * D * 2 + (int)sizeof(MmaDesk<M>);
-    static_assert(FORWARD_SHARED <= 99 << 10 && BACKWARD_SHARED <= 99 << 10, "shared memory");
+template <int DIM, bool BACKWARD_> struct GatedMmaShape {
+    static constexpr int  D = DIM, M = WgmmaShape<D>::M, THREADS = M; /* 32 threads for 32 rows */
+    static constexpr bool BACKWARD = BACKWARD_;
+    static constexpr int  KEYS = BACKWARD || D == 64 ? 32 : 64; /* of a step */
+    static constexpr int  ROWS = M * D * 2, STAGE = KEYS * D * 2;
+    static constexpr int  RING = BACKWARD ? 2 * ROWS : ROWS, DESK = RING + (BACKWARD ? 4 : 3) * STAGE;
+    static constexpr int  SHARED = DESK + (int)sizeof(MmaDesk<M>);
+    static_assert(SHARED <= 99 << 10, "what the least of devices have");
 };
+template <class S> DKV__DEVICE MmaDesk<S::M> &desk() {
+    extern __shared__ __align__(1024) char shared[];
+    return *(MmaDesk<S::M> *)(shared + S::DESK);
+}
 
 DKV__DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DKV__DEVICE void copies_wait() { /* until the N groups that were committed last are in flight */
@@ -4748,10 +4753,10 @@ template <int N> DKV__DEVICE void copies_wait() { /* until the N groups that wer
     __syncthreads();
 }
 
-template <int M> DKV__DEVICE void first_walk(MmaDesk<M> &d, const GatedWork &w, int sides) {
+template <class S> DKV__DEVICE void first_walk(const GatedWork &w) {
     if (threadIdx.x >= 32) return;
-    const GatedWalk walk = gated_walk(w, sides);
-    if (threadIdx.x == 0) d.walk = walk;
+    const GatedWalk walk = gated_walk(w, S::BACKWARD ? 1 : w.sides);
+    if (threadIdx.x == 0) desk<S>().walk = walk;
 }
 
 DKV__DEVICE const int4 *entry_of(const GatedPiece &p, int i) {
@@ -4759,7 +4764,8 @@ DKV__DEVICE const int4 *entry_of(const GatedPiece &p, int i) {
 }
 
 /* Puts down step s, for those who copy it after the next barrier; by one thread. Entries of the list come with copies. */
-template <int KEYS, int M> DKV__DEVICE void put_step(MmaDesk<M> &d, int s) {
+template <class S> DKV__DEVICE void put_step(int s) {
+    MmaDesk<S::M>    &d = desk<S>();
     const GatedPiece &p = d.piece;
     const int         i = d.tile, at = d.at;
     Step             &x = d.steps[s % 4];
@@ -4770,14 +4776,15 @@ template <int KEYS, int M> DKV__DEVICE void put_step(MmaDesk<M> &d, int s) {
     if (at == 0 && i + 2 < p.end) copy16(shared_address(d.tiles + (i + 2) % 4), entry_of(p, i + 2), true);
     y.len -= at, y.edge += at;
     x = Step{y, entry.x + at, i >= p.opens};
-    d.tile = y.len > KEYS ? i : i + 1;
-    d.at = y.len > KEYS ? at + KEYS : 0;
+    d.tile = y.len > S::KEYS ? i : i + 1;
+    d.at = y.len > S::KEYS ? at + S::KEYS : 0;
 }
 
 /* Goes to the next piece and puts down its first two steps; false: there is none. By all threads. */
-template <int D, int KEYS, bool BACKWARD, int M>
-__device__ __noinline__ bool next_piece(MmaDesk<M> &d, const GatedWork &w) {
-    const int lane = threadIdx.x;
+template <class S> __device__ __noinline__ bool next_piece(const GatedWork &w) {
+    constexpr int  M = S::M, D = S::D;
+    MmaDesk<M>    &d = desk<S>();
+    const int      lane = threadIdx.x;
     __syncthreads(); /* the piece before is done */
     if (lane < 32) {
         GatedWalk  walk = d.walk;
@@ -4796,13 +4803,13 @@ __device__ __noinline__ bool next_piece(MmaDesk<M> &d, const GatedWork &w) {
         __syncwarp();
         if (lane == 0) {
             d.walk = walk, d.piece = p, d.tile = p.tile, d.at = 0;
-            if (p.c) put_step<KEYS>(d, 0), put_step<KEYS>(d, 1);
+            if (p.c) put_step<S>(0), put_step<S>(1);
         }
     }
     __syncthreads();
     if (!d.piece.c) return false;
     RowStat &row = d.rows[lane];
-    if (BACKWARD) {
+    if (S::BACKWARD) {
         const float4 x = __ldcg(w.stats + first_row<M>(d.piece) + lane);
         row.lse = x.x, row.delta = x.y, row.unlift = x.z;
     }
@@ -4811,11 +4818,12 @@ __device__ __noinline__ bool next_piece(MmaDesk<M> &d, const GatedWork &w) {
 }
 
 /* Begins to copy K or V of step s. */
-template <int D, int KEYS> DKV__DEVICE void copy_step(char *to, const MmaDesk<GatedMmaShape<D>::M> &d, int s, int v) {
-    const Step &x = d.steps[s % 4];
-    const Keys &k = d.keys[x.own][v];
+template <class S> DKV__DEVICE void copy_step(char *to, int s, int v) {
+    const MmaDesk<S::M> &d = desk<S>();
+    const Step          &x = d.steps[s % 4];
+    const Keys          &k = d.keys[x.own][v];
     if (x.sight.len)
-        copy_rows<D, KEYS, GatedMmaShape<D>::THREADS>(to, k.first + x.row * k.stride, k.stride, x.sight.len, k.d);
+        copy_rows<S::D, S::KEYS, S::THREADS>(to, k.first + x.row * k.stride, k.stride, x.sight.len, k.d);
 }
 
 /* The first of the four rows of a piece that a thread has, 8 apart. */
@@ -4824,25 +4832,30 @@ DKV__DEVICE int my_row() {
     return (thread & ~31) + (thread & 31) / 4;
 }
 
+/* Where chunk c, an even one, of a row is, if `first` is where the same lane's of c = 0 is. */
+template <int ROWS> DKV__DEVICE uint32_t chunk_at(uint32_t first, int c) {
+    return (first ^ (uint32_t)(c % 8 * 16)) + (uint32_t)(c / 8 * ROWS * 128);
+}
+
 /* S = Q K^T of a warp's rows. */
 template <class T, int D, int M, int N>
 DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k) {
-    const int thread = this_thread(), lane = thread & 31, row0 = thread & ~31;
+    const int      thread = this_thread(), lane = thread & 31;
+    const uint32_t q_at = shared_address(q) + tile_offset<128, M>((thread & ~31) + (lane & 15), lane >> 4);
+    const uint32_t k_at = shared_address(k) + tile_offset<128, N * 8>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
 #pragma unroll
     for (int n = 0; n < N; n++) {
 #pragma unroll
         for (int u = 0; u < 4; u++) s[0][n][u] = s[1][n][u] = 0.0f;
     }
-#pragma unroll 2
-    for (int c = 0; c < D / 16; c++) {
+#pragma unroll D / 32
+    for (int c = 0; c < D / 8; c += 2) {
         uint32_t a[2][4], b[4];
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            ldmatrix(a[h], shared_address(q) + tile_offset<128, M>(row0 + 16 * h + (lane & 15), 2 * c + (lane >> 4)));
+        ldmatrix(a[0], chunk_at<M>(q_at, c));
+        ldmatrix(a[1], chunk_at<M>(q_at, c) + 16 * 128);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            const int row = n * 8 + (lane & 7) + (lane >> 4) * 8;
-            ldmatrix(b, shared_address(k) + tile_offset<128, N * 8>(row, 2 * c + (lane >> 3 & 1)));
+            ldmatrix(b, chunk_at<N * 8>(k_at, c) + n * 8 * 128);
 #pragma unroll
             for (int h = 0; h < 2; h++) mma<T>(s[h][n], a[h], b[0], b[1]), mma<T>(s[h][n + 1], a[h], b[2], b[3]);
         }
@@ -4852,13 +4865,14 @@ DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k) {
 /* O += P V of 16 N keys. */
 template <class T, int D, int N>
 DKV__DEVICE void mix32(float (&o)[2][D / 8][4], const uint32_t (&p)[2][N][4], const char *v) {
-    const int lane = this_thread() & 31;
+    const int      lane = this_thread() & 31;
+    const uint32_t v_at = shared_address(v) + tile_offset<128, N * 16>(lane & 15, lane >> 4);
 #pragma unroll
     for (int j = 0; j < N; j++) {
 #pragma unroll
         for (int c = 0; c < D / 8; c += 2) {
             uint32_t b[4];
-            ldmatrix_t(b, shared_address(v) + tile_offset<128, N * 16>(j * 16 + (lane & 15), c + (lane >> 4)));
+            ldmatrix_t(b, chunk_at<N * 16>(v_at, c) + j * 16 * 128);
 #pragma unroll
             for (int h = 0; h < 2; h++) mma<T>(o[h][c], p[h][j], b[0], b[1]), mma<T>(o[h][c + 1], p[h][j], b[2], b[3]);
         }
@@ -4866,31 +4880,31 @@ DKV__DEVICE void mix32(float (&o)[2][D / 8][4], const uint32_t (&p)[2][N][4], co
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(GatedMmaShape<D>::THREADS, 2) gated_forward_mma(const __grid_constant__ GatedWork w) {
-    typedef GatedMmaShape<D> S;
-    constexpr int            M = S::M, KEYS = S::FORWARD, STAGE = KEYS * D * 2;
+__global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_forward_mma(const __grid_constant__ GatedWork w) {
+    typedef GatedMmaShape<D, false> S;
+    constexpr int                   M = S::M, KEYS = S::KEYS;
     extern __shared__ __align__(1024) char shared[];
-    char *const              qs = shared, *const ring = qs + S::ROWS;
-    MmaDesk<M>              &d = *(MmaDesk<M> *)(ring + 3 * STAGE);
-    const GatedPiece        &p = d.piece;
+    char *const                     qs = shared, *const ring = shared + S::RING;
+    const MmaDesk<M>               &d = desk<S>();
+    const GatedPiece               &p = d.piece;
     let_next_start();
-    first_walk(d, w, w.sides);
-    while (next_piece<D, KEYS, false>(d, w)) {
+    first_walk<S>(w);
+    while (next_piece<S>(w)) {
         const float factor[2] = {p.c->times, p.c->times};
         float       s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
         float       top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
         uint32_t    weight[2][KEYS / 16][4];
-        auto        place = [&](unsigned j) { return ring + j % 3 * STAGE; }; /* K and V in turn */
+        auto        place = [&](unsigned j) { return ring + j % 3 * S::STAGE; }; /* K and V in turn */
         copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        copy_step<D, KEYS>(place(0), d, 0, 0);
+        copy_step<S>(place(0), 0, 0);
         copies_commit();
-        copy_step<D, KEYS>(place(1), d, 0, 1);
+        copy_step<S>(place(1), 0, 1);
         copies_commit();
         for (int i = 0;; i++) {
             copies_wait<1>(); /* and V of the step before is read no more */
             if (d.steps[i % 4].sight.len == 0) break;
-            if (threadIdx.x == 0) put_step<KEYS>(d, i + 2);
-            copy_step<D, KEYS>(place(2 * i + 2), d, i + 1, 0);
+            if (threadIdx.x == 0) put_step<S>(i + 2);
+            copy_step<S>(place(2 * i + 2), i + 1, 0);
             copies_commit();
             scores32<T, D, M>(s, qs, place(2 * i));
             const Sight y = d.steps[i % 4].sight;
@@ -4904,7 +4918,7 @@ __global__ void __launch_bounds__(GatedMmaShape<D>::THREADS, 2) gated_forward_mm
                 for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
             }
             copies_wait<1>(); /* and K of this step */
-            copy_step<D, KEYS>(place(2 * i + 3), d, i + 1, 1);
+            copy_step<S>(place(2 * i + 3), i + 1, 1);
             copies_commit();
             mix32<T, D>(o, weight, place(2 * i + 1));
         }
@@ -4914,23 +4928,23 @@ __global__ void __launch_bounds__(GatedMmaShape<D>::THREADS, 2) gated_forward_mm
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(GatedMmaShape<D>::THREADS, 2) gated_backward_mma(const __grid_constant__ GatedWork w) {
-    typedef GatedMmaShape<D> S;
-    constexpr int            M = S::M, KEYS = S::BACKWARD, STAGE = KEYS * D * 2;
+__global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const __grid_constant__ GatedWork w) {
+    typedef GatedMmaShape<D, true> S;
+    constexpr int                  M = S::M, KEYS = S::KEYS, STAGE = S::STAGE;
     extern __shared__ __align__(1024) char shared[];
-    char *const              qs = shared, *const gs = qs + S::ROWS, *const ring = gs + S::ROWS;
-    MmaDesk<M>              &d = *(MmaDesk<M> *)(ring + 4 * STAGE);
-    const GatedPiece        &p = d.piece;
+    char *const                    qs = shared, *const gs = qs + S::ROWS, *const ring = shared + S::RING;
+    const MmaDesk<M>              &d = desk<S>();
+    const GatedPiece              &p = d.piece;
     let_next_start();
-    first_walk(d, w, 1);
-    while (next_piece<D, KEYS, true>(d, w)) {
+    first_walk<S>(w);
+    while (next_piece<S>(w)) {
         const float times = p.c->times;
         float       s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
         uint32_t    weight[2][KEYS / 16][4];
         auto fetch = [&](int i) {
             char *const to = ring + i % 2 * 2 * STAGE;
-            copy_step<D, KEYS>(to, d, i, 0);
-            copy_step<D, KEYS>(to + STAGE, d, i, 1);
+            copy_step<S>(to, i, 0);
+            copy_step<S>(to + STAGE, i, 1);
             copies_commit();
         };
         copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
@@ -4940,7 +4954,7 @@ __global__ void __launch_bounds__(GatedMmaShape<D>::THREADS, 2) gated_backward_m
             const char *const k = ring + i % 2 * 2 * STAGE;
             copies_wait<0>(); /* and the step before is done */
             if (d.steps[i % 4].sight.len == 0) break;
-            if (threadIdx.x == 0) put_step<KEYS>(d, i + 2);
+            if (threadIdx.x == 0) put_step<S>(i + 2);
             fetch(i + 1);
             scores32<T, D, M>(s, qs, k);
             scores32<T, D, M>(dp, gs, k + STAGE);
@@ -5499,16 +5513,15 @@ template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward
     auto next = [&](void (*kernel)(GatedWork), dim3 ctas, int threads, int shared) {
         if (!r) r = launch(kernel, ctas, threads, shared, w.arch >= 90, stream, w);
     };
-    typedef GatedMmaShape<D> Mma;
     if (backward) {
         next(gated_gather<T, D, true>, gather, 256, 0);
         if (w.arch == 90) next(gated_backward<T, D>, grid, BackwardShape<D>::THREADS, BackwardShape<D>::SHARED);
-        else next(gated_backward_mma<T, D>, grid, Mma::THREADS, Mma::BACKWARD_SHARED);
+        else next(gated_backward_mma<T, D>, grid, M, GatedMmaShape<D, true>::SHARED);
         next(gated_finish<T, D>, w.n_key_parts + cuts_of(w, 1) * w.blocks * (M / 8) + cells, 256, OwnShape<D>::SHARED);
     } else {
         next(gated_gather<T, D, false>, gather, 256, 0);
         if (w.arch == 90) next(gated_forward<T, D>, grid, WgmmaShape<D>::THREADS, GatedShape<D>::SHARED);
-        else next(gated_forward_mma<T, D>, grid, Mma::THREADS, Mma::FORWARD_SHARED);
+        else next(gated_forward_mma<T, D>, grid, M, GatedMmaShape<D, false>::SHARED);
         if (w.groups > w.sides) next(gated_combine<M, D>, dim3(M / 8, cuts_of(w, w.sides), w.blocks), 256, 0);
     }
     return r;
