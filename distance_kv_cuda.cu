@@ -2965,7 +2965,7 @@ DKV__DEVICE Stretch stretch_after(const Probe &p, int g, const Stretch &s, int f
 /* Every second chunk of a row into row r of a tile, as T; from NULL: zeros. */
 template <class T, int D, int ROWS>
 DKV__DEVICE void gather_row(char *to, int r, int half, const char *from, const dkv_tensor &t, bool vector, int d) {
-#pragma unroll D / 32
+#pragma unroll 2
     for (int c = half; c < D / 8; c += 2) {
         const uint32_t dst = tile_offset<128, ROWS>(r, c);
         const bool     real = from && c * 8 < d;
@@ -4719,24 +4719,23 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
            places backward. Two CTAs a multiprocessor where they fit: exponentials of one under products of the other
    limits  as above, and 99 KB of shared memory                                                                     */
 
-struct Keys { const char *first; int64_t stride; int d; }; /* K or V: row 0, bytes from row to row, elements of a row */
-struct alignas(16) Step { Sight sight; int row, own; }; /* keys row ..; sight: as of a tile; len 0: the end */
+struct alignas(16) Keys { const char *first; int64_t stride; int d; }; /* a row, bytes between rows, elements of one */
+struct alignas(16) MmaTile { Keys keys[2]; Sight sight; };              /* K, V; len 0: behind the last tile */
 struct alignas(16) RowStat { float lse, delta, unlift; int query; };
 
 template <int M> struct MmaDesk { /* in shared memory: what a CTA works at */
     RowStat    rows[M];    /* of the piece */
-    GatedWalk  walk;
+    MmaTile    tiles[4];   /* i % 4: tile i of the piece's list, this one and the next two */
+    int4       entries[4]; /* i % 4: entry i of the list, two further ones */
+    Keys       keys[2][2]; /* of the piece: context, own keys; K, V */
     GatedPiece piece;
-    Keys       keys[2][2]; /* of the piece: [context, own][K, V] */
-    int4       tiles[4];   /* i % 4: entry i of the piece's list, of tile and the next two */
-    int        tile, at;   /* where the step begins that will be put down next: at key `at` of a tile */
-    Step       steps[4];   /* s % 4: step s of the piece */
+    GatedWalk  walk;
 };
 
 template <int DIM, bool BACKWARD_> struct GatedMmaShape {
     static constexpr int  D = DIM, M = WgmmaShape<D>::M, THREADS = M; /* 32 threads for 32 rows */
     static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr int  KEYS = BACKWARD || D == 64 ? 32 : 64; /* of a step */
+    static constexpr int  KEYS = BACKWARD ? 32 : 64; /* of a step */
     static constexpr int  ROWS = M * D * 2, STAGE = KEYS * D * 2;
     static constexpr int  RING = BACKWARD ? 2 * ROWS : ROWS, DESK = RING + (BACKWARD ? 4 : 3) * STAGE;
     static constexpr int  SHARED = DESK + (int)sizeof(MmaDesk<M>);
@@ -4763,24 +4762,23 @@ DKV__DEVICE const int4 *entry_of(const GatedPiece &p, int i) {
     return i < p.opens ? (const int4 *)p.list + i : (const int4 *)p.own + (i - p.opens);
 }
 
-/* Puts down step s, for those who copy it after the next barrier; by one thread. Entries of the list come with copies. */
-template <class S> DKV__DEVICE void put_step(int s) {
+/* Puts tile i down for those who copy it after the next barrier; by one thread. Entries come with the copies. */
+template <class S> DKV__DEVICE void put_tile(int i) {
     MmaDesk<S::M>    &d = desk<S>();
     const GatedPiece &p = d.piece;
-    const int         i = d.tile, at = d.at;
-    Step             &x = d.steps[s % 4];
+    MmaTile          &x = d.tiles[i % 4];
     x.sight.len = 0;
     if (i >= p.end) return;
-    const int4 entry = d.tiles[i % 4];
-    Sight      y = sight_of(p, i, entry);
-    if (at == 0 && i + 2 < p.end) copy16(shared_address(d.tiles + (i + 2) % 4), entry_of(p, i + 2), true);
-    y.len -= at, y.edge += at;
-    x = Step{y, entry.x + at, i >= p.opens};
-    d.tile = y.len > S::KEYS ? i : i + 1;
-    d.at = y.len > S::KEYS ? at + S::KEYS : 0;
+    const int4 entry = d.entries[i % 4];
+    if (i + 2 < p.end) copy16(shared_address(d.entries + (i + 2) % 4), entry_of(p, i + 2), true);
+    x.sight = sight_of(p, i, entry);
+    for (int v = 0; v < 2; v++) {
+        x.keys[v] = d.keys[i >= p.opens][v];
+        x.keys[v].first += entry.x * x.keys[v].stride;
+    }
 }
 
-/* Goes to the next piece and puts down its first two steps; false: there is none. By all threads. */
+/* Goes to the next piece and puts down its first two tiles; false: there is none. By all threads. */
 template <class S> __device__ __noinline__ bool next_piece(const GatedWork &w) {
     constexpr int  M = S::M, D = S::D;
     MmaDesk<M>    &d = desk<S>();
@@ -4798,12 +4796,12 @@ template <class S> __device__ __noinline__ bool next_piece(const GatedWork &w) {
             d.keys[own][v] = own ? Keys{(v ? w.own_v_rows : w.own_k_rows) + key * D * 2, D * 2, D}
                                  : Keys{at(t, 0, p.g), t.stride_token, v ? c.d_v : c.d_k};
             if (p.tile + lane < least(p.end, p.tile + 2))
-                d.tiles[(p.tile + lane) % 4] = __ldcg(entry_of(p, p.tile + lane));
+                d.entries[(p.tile + lane) % 4] = __ldcg(entry_of(p, p.tile + lane));
         }
         __syncwarp();
         if (lane == 0) {
-            d.walk = walk, d.piece = p, d.tile = p.tile, d.at = 0;
-            if (p.c) put_step<S>(0), put_step<S>(1);
+            d.walk = walk, d.piece = p;
+            if (p.c) put_tile<S>(p.tile), put_tile<S>(p.tile + 1);
         }
     }
     __syncthreads();
@@ -4817,13 +4815,15 @@ template <class S> __device__ __noinline__ bool next_piece(const GatedWork &w) {
     return true;
 }
 
-/* Begins to copy K or V of step s. */
-template <class S> DKV__DEVICE void copy_step(char *to, int s, int v) {
-    const MmaDesk<S::M> &d = desk<S>();
-    const Step          &x = d.steps[s % 4];
-    const Keys          &k = d.keys[x.own][v];
-    if (x.sight.len)
-        copy_rows<S::D, S::KEYS, S::THREADS>(to, k.first + x.row * k.stride, k.stride, x.sight.len, k.d);
+/* A step: KEYS keys of a tile, as key TILE * i + at; sight.len of those behind the last is not positive. */
+template <class S> DKV__DEVICE int len_at(int key) { return desk<S>().tiles[key / TILE % 4].sight.len - key % TILE; }
+template <class S> DKV__DEVICE int next_step(int key) {
+    return len_at<S>(key) > S::KEYS ? key + S::KEYS : (key | (TILE - 1)) + 1;
+}
+/* Begins to copy its K or V. */
+template <class S> DKV__DEVICE void copy_keys(char *to, int v, int key) {
+    const Keys k = desk<S>().tiles[key / TILE % 4].keys[v];
+    copy_rows<S::D, S::KEYS, S::THREADS>(to, k.first + key % TILE * k.stride, k.stride, len_at<S>(key), k.d);
 }
 
 /* The first of the four rows of a piece that a thread has, 8 apart. */
@@ -4837,9 +4837,9 @@ template <int ROWS> DKV__DEVICE uint32_t chunk_at(uint32_t first, int c) {
     return (first ^ (uint32_t)(c % 8 * 16)) + (uint32_t)(c / 8 * ROWS * 128);
 }
 
-/* S = Q K^T of a warp's rows. */
-template <class T, int D, int M, int N>
-DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k) {
+/* S = Q K^T of a warp's rows; and between, half of the way. */
+template <class T, int D, int M, int N, class Between>
+DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k, Between between) {
     const int      thread = this_thread(), lane = thread & 31;
     const uint32_t q_at = shared_address(q) + tile_offset<128, M>((thread & ~31) + (lane & 15), lane >> 4);
     const uint32_t k_at = shared_address(k) + tile_offset<128, N * 8>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
@@ -4848,9 +4848,10 @@ DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k) {
 #pragma unroll
         for (int u = 0; u < 4; u++) s[0][n][u] = s[1][n][u] = 0.0f;
     }
-#pragma unroll D / 32
+#pragma unroll
     for (int c = 0; c < D / 8; c += 2) {
         uint32_t a[2][4], b[4];
+        if (c == D / 16) between();
         ldmatrix(a[0], chunk_at<M>(q_at, c));
         ldmatrix(a[1], chunk_at<M>(q_at, c) + 16 * 128);
 #pragma unroll
@@ -4894,33 +4895,35 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_forward_mma(const _
         float       s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
         float       top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
         uint32_t    weight[2][KEYS / 16][4];
-        auto        place = [&](unsigned j) { return ring + j % 3 * S::STAGE; }; /* K and V in turn */
+        auto        place = [&](int k) { return ring + (k < 3 ? k : k - 3) * S::STAGE; }; /* K and V in turn */
         copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        copy_step<S>(place(0), 0, 0);
+        copy_keys<S>(place(0), 0, p.tile * TILE);
         copies_commit();
-        copy_step<S>(place(1), 0, 1);
+        copy_keys<S>(place(1), 1, p.tile * TILE);
         copies_commit();
-        for (int i = 0;; i++) {
+        for (unsigned key = p.tile * TILE, k = 0;; k = k == 0 ? 2 : k - 1) { /* K is at place k, V behind it */
             copies_wait<1>(); /* and V of the step before is read no more */
-            if (d.steps[i % 4].sight.len == 0) break;
-            if (threadIdx.x == 0) put_step<S>(i + 2);
-            copy_step<S>(place(2 * i + 2), i + 1, 0);
+            if (len_at<S>(key) <= 0) break;
+            if (key % TILE == 0 && threadIdx.x == 0) put_tile<S>(key / TILE + 2);
+            copy_keys<S>(place(k + 2), 0, next_step<S>(key));
             copies_commit();
-            scores32<T, D, M>(s, qs, place(2 * i));
-            const Sight y = d.steps[i % 4].sight;
+            scores32<T, D, M>(s, qs, place(k), [] {});
+            const Sight y = d.tiles[key / TILE % 4].sight;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const RowStat *const row = d.rows + my_row() + 16 * h;
-                const int            seen[2] = {sees(y, row[0].query), sees(y, row[8].query)};
+                const int            at = key % TILE;
+                const int            seen[2] = {sees(y, row[0].query) - at, sees(y, row[8].query) - at};
                 softmax_tile(s[h], top[h], sum[h], alpha, factor, 0.0f, seen, 0, y.bias);
                 scale_rows(o[h], alpha);
 #pragma unroll
-                for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
+                for (int n = 0; n < KEYS / 16; n++) weights<T>(weight[h][n], s[h], 2 * n);
             }
             copies_wait<1>(); /* and K of this step */
-            copy_step<S>(place(2 * i + 3), i + 1, 1);
+            key = next_step<S>(key);
+            copy_keys<S>(place(k), 1, key);
             copies_commit();
-            mix32<T, D>(o, weight, place(2 * i + 1));
+            mix32<T, D>(o, weight, place(k + 1));
         }
         store_outputs<D>(w, p, my_row(), o[0], top[0], sum[0]);
         store_outputs<D>(w, p, my_row() + 16, o[1], top[1], sum[1]);
@@ -4941,24 +4944,22 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const 
         const float times = p.c->times;
         float       s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
         uint32_t    weight[2][KEYS / 16][4];
-        auto fetch = [&](int i) {
-            char *const to = ring + i % 2 * 2 * STAGE;
-            copy_step<S>(to, i, 0);
-            copy_step<S>(to + STAGE, i, 1);
+        auto        copy = [&](int n, int key) {
+            copy_keys<S>(ring + n * 2 * STAGE, 0, key);
+            copy_keys<S>(ring + n * 2 * STAGE + STAGE, 1, key);
             copies_commit();
         };
         copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
         copy_rows<D, M, S::THREADS>(gs, w.d_out_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        fetch(0);
-        for (int i = 0;; i++) {
-            const char *const k = ring + i % 2 * 2 * STAGE;
+        copy(0, p.tile * TILE);
+        for (unsigned key = p.tile * TILE, n = 0;; n ^= 1) {
+            const char *const k = ring + n * 2 * STAGE;
             copies_wait<0>(); /* and the step before is done */
-            if (d.steps[i % 4].sight.len == 0) break;
-            if (threadIdx.x == 0) put_step<S>(i + 2);
-            fetch(i + 1);
-            scores32<T, D, M>(s, qs, k);
-            scores32<T, D, M>(dp, gs, k + STAGE);
-            const Sight y = d.steps[i % 4].sight;
+            if (len_at<S>(key) <= 0) break;
+            if (key % TILE == 0 && threadIdx.x == 0) put_tile<S>(key / TILE + 2);
+            scores32<T, D, M>(s, qs, k, [&] { copy(n ^ 1, next_step<S>(key)); });
+            scores32<T, D, M>(dp, gs, k + STAGE, [] {});
+            const Sight y = d.tiles[key / TILE % 4].sight;
             const int   lane = this_thread() & 31;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -4966,7 +4967,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const 
                 for (int u = 0; u < 2; u++) {
                     const RowStat row = d.rows[my_row() + 16 * h + 8 * u];
                     const float   from = row.lse - y.bias;
-                    const int     seen = sees(y, row.query) - lane % 4 * 2;
+                    const int     seen = sees(y, row.query) - (int)(key % TILE) - lane % 4 * 2;
                     float         part = 0.0f;
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n++) {
@@ -4984,7 +4985,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const 
                 for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
             }
             mix32<T, D>(dq, weight, k);
-            if (y.len > KEYS) continue;
+            key = next_step<S>(key);
+            if (key % TILE) continue;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 for (int j = 16; j; j >>= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], j);
