@@ -4713,58 +4713,45 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
 /* ---- forward and backward by mma.sync: sm_80 .. sm_120 -----------------------------------------------------------
 
    math    as the two kernels above
-   shapes  32 rows a warp, so that what ldmatrix brings of K and V is used twice: 16 rows would take longer to read
-           than to multiply; steps of 64 keys forward and 32 backward, for registers
-   CTA     M / 32 warps, which all copy, a step ahead: K and V in turn through three places forward, both through two
-           places backward. Two CTAs a multiprocessor where they fit: exponentials of one under products of the other
-   limits  as above, and 99 KB of shared memory                                                                     */
+   shapes  32 rows a warp, so that two products share what ldmatrix brings of K and V; steps of 64 keys forward and 32
+           backward, for registers
+   CTA     M / 32 warps, which all copy K and V of the next step and then compute this one: one barrier a step. Two CTAs
+           a multiprocessor where they fit: the exponentials of one run under the products of the other
+   limits  as above; 99 KB of shared memory                                                                         */
 
 struct alignas(16) Keys { const char *first; int64_t stride; int d; }; /* a row, bytes between rows, elements of one */
 struct alignas(16) MmaTile { Keys keys[2]; Sight sight; };              /* K, V; len 0: behind the last tile */
-struct alignas(16) RowStat { float lse, delta, unlift; int query; };
+struct alignas(16) RowStat { float lse, delta, unlift; int query; };    /* forward takes only the last */
 
-template <int M> struct MmaDesk { /* in shared memory: what a CTA works at */
+template <int M> struct Desk { /* in shared memory: what a CTA works at */
     RowStat    rows[M];    /* of the piece */
-    MmaTile    tiles[4];   /* i % 4: tile i of the piece's list, this one and the next two */
+    MmaTile    tiles[4];   /* i % 4: tile i of the piece's list, for the present one and the next two */
     int4       entries[4]; /* i % 4: entry i of the list, two further ones */
     Keys       keys[2][2]; /* of the piece: context, own keys; K, V */
     GatedPiece piece;
     GatedWalk  walk;
 };
 
-template <int DIM, bool BACKWARD_> struct GatedMmaShape {
-    static constexpr int  D = DIM, M = WgmmaShape<D>::M, THREADS = M; /* 32 threads for 32 rows */
-    static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr int  KEYS = BACKWARD ? 32 : 64; /* of a step */
+template <int DIM, bool BACK> struct GatedMmaShape {
+    static constexpr bool BACKWARD = BACK;
+    static constexpr int  D = DIM, M = WgmmaShape<D>::M, THREADS = M, KEYS = BACK ? 32 : 64; /* keys of a step */
     static constexpr int  ROWS = M * D * 2, STAGE = KEYS * D * 2;
-    static constexpr int  RING = BACKWARD ? 2 * ROWS : ROWS, DESK = RING + (BACKWARD ? 4 : 3) * STAGE;
-    static constexpr int  SHARED = DESK + (int)sizeof(MmaDesk<M>);
-    static_assert(SHARED <= 99 << 10, "what the least of devices have");
+    static constexpr int  RING = BACK ? 2 * ROWS : ROWS, DESK = RING + 4 * STAGE; /* behind Q and dO; two of K and V */
+    static constexpr int  SHARED = DESK + (int)sizeof(Desk<M>);
+    static_assert(SHARED <= 99 << 10, "what every device has");
 };
-template <class S> DKV__DEVICE MmaDesk<S::M> &desk() {
+template <class S> DKV__DEVICE Desk<S::M> &desk() {
     extern __shared__ __align__(1024) char shared[];
-    return *(MmaDesk<S::M> *)(shared + S::DESK);
-}
-
-DKV__DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> DKV__DEVICE void copies_wait() { /* until the N groups that were committed last are in flight */
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-    __syncthreads();
-}
-
-template <class S> DKV__DEVICE void first_walk(const GatedWork &w) {
-    if (threadIdx.x >= 32) return;
-    const GatedWalk walk = gated_walk(w, S::BACKWARD ? 1 : w.sides);
-    if (threadIdx.x == 0) desk<S>().walk = walk;
+    return *(Desk<S::M> *)(shared + S::DESK);
 }
 
 DKV__DEVICE const int4 *entry_of(const GatedPiece &p, int i) {
     return i < p.opens ? (const int4 *)p.list + i : (const int4 *)p.own + (i - p.opens);
 }
 
-/* Puts tile i down for those who copy it after the next barrier; by one thread. Entries come with the copies. */
+/* Puts tile i on the desk, for after the next barrier; by one thread. Entries come along with the copies of keys. */
 template <class S> DKV__DEVICE void put_tile(int i) {
-    MmaDesk<S::M>    &d = desk<S>();
+    Desk<S::M>       &d = desk<S>();
     const GatedPiece &p = d.piece;
     MmaTile          &x = d.tiles[i % 4];
     x.sight.len = 0;
@@ -4778,52 +4765,73 @@ template <class S> DKV__DEVICE void put_tile(int i) {
     }
 }
 
-/* Goes to the next piece and puts down its first two tiles; false: there is none. By all threads. */
+template <class S> DKV__DEVICE void first_walk(const GatedWork &w) {
+    if (threadIdx.x >= 32) return;
+    const GatedWalk walk = gated_walk(w, S::BACKWARD ? 1 : w.sides);
+    if (threadIdx.x == 0) desk<S>().walk = walk;
+}
+
+/* Puts the next piece on the desk, with its first two tiles; false: there is none. By all threads. */
 template <class S> __device__ __noinline__ bool next_piece(const GatedWork &w) {
-    constexpr int  M = S::M, D = S::D;
-    MmaDesk<M>    &d = desk<S>();
-    const int      lane = threadIdx.x;
+    constexpr int D = S::D;
+    Desk<S::M>   &d = desk<S>();
+    const int     thread = threadIdx.x;
     __syncthreads(); /* the piece before is done */
-    if (lane < 32) {
+    if (thread < 32) {
         GatedWalk  walk = d.walk;
         GatedPiece p;
         __syncwarp();
-        if (gated_next(walk, p, w) && lane < 4) {
-            const int           own = lane / 2, v = lane % 2;
+        if (gated_next(walk, p, w) && thread < 4) {
+            const int           own = thread / 2, v = thread % 2, i = p.tile + thread;
             const GatedContext &c = *p.c;
             const dkv_tensor   &t = c.source[v];
             const int64_t       key = c.first_key + (int64_t)p.g * c.own_keys;
             d.keys[own][v] = own ? Keys{(v ? w.own_v_rows : w.own_k_rows) + key * D * 2, D * 2, D}
                                  : Keys{at(t, 0, p.g), t.stride_token, v ? c.d_v : c.d_k};
-            if (p.tile + lane < least(p.end, p.tile + 2))
-                d.entries[(p.tile + lane) % 4] = __ldcg(entry_of(p, p.tile + lane));
+            if (thread < 2 && i < p.end) d.entries[i % 4] = __ldcg(entry_of(p, i));
         }
         __syncwarp();
-        if (lane == 0) {
+        if (thread == 0) {
             d.walk = walk, d.piece = p;
             if (p.c) put_tile<S>(p.tile), put_tile<S>(p.tile + 1);
         }
     }
     __syncthreads();
     if (!d.piece.c) return false;
-    RowStat &row = d.rows[lane];
+    RowStat &row = d.rows[thread];
+    row.query = (d.piece.m * S::M + thread) / d.piece.c->G;
     if (S::BACKWARD) {
-        const float4 x = __ldcg(w.stats + first_row<M>(d.piece) + lane);
+        const float4 x = __ldcg(w.stats + first_row<S::M>(d.piece) + thread);
         row.lse = x.x, row.delta = x.y, row.unlift = x.z;
     }
-    row.query = (d.piece.m * M + lane) / d.piece.c->G;
     return true;
 }
 
-/* A step: KEYS keys of a tile, as key TILE * i + at; sight.len of those behind the last is not positive. */
-template <class S> DKV__DEVICE int len_at(int key) { return desk<S>().tiles[key / TILE % 4].sight.len - key % TILE; }
-template <class S> DKV__DEVICE int next_step(int key) {
+/* A step is its first key, TILE * i + at: KEYS keys of tile i from the at-th on, of which len_at are there. */
+template <class S> DKV__DEVICE int len_at(unsigned key) {
+    return desk<S>().tiles[key / TILE % 4].sight.len - (int)(key % TILE);
+}
+template <class S> DKV__DEVICE unsigned next_step(unsigned key) {
     return len_at<S>(key) > S::KEYS ? key + S::KEYS : (key | (TILE - 1)) + 1;
 }
-/* Begins to copy its K or V. */
-template <class S> DKV__DEVICE void copy_keys(char *to, int v, int key) {
-    const Keys k = desk<S>().tiles[key / TILE % 4].keys[v];
-    copy_rows<S::D, S::KEYS, S::THREADS>(to, k.first + key % TILE * k.stride, k.stride, len_at<S>(key), k.d);
+/* Begins to copy K and V of a step to place n. */
+template <class S> DKV__DEVICE void copy_step(unsigned key, int n) {
+    extern __shared__ __align__(1024) char shared[];
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        const Keys k = desk<S>().tiles[key / TILE % 4].keys[v];
+        copy_rows<S::D, S::KEYS, S::THREADS>(shared + S::RING + (2 * n + v) * S::STAGE, k.first + key % TILE * k.stride,
+                                             k.stride, len_at<S>(key), k.d);
+    }
+}
+/* Waits for the step's keys, puts down a tile, begins to copy the next step; false: the piece ends before this step. */
+template <class S> DKV__DEVICE bool begin_step(unsigned key, int n) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads(); /* and what the step before read may be overwritten */
+    if (len_at<S>(key) <= 0) return false;
+    if (key % TILE == 0 && threadIdx.x == 0) put_tile<S>(key / TILE + 2);
+    copy_step<S>(next_step<S>(key), n ^ 1);
+    return true;
 }
 
 /* The first of the four rows of a piece that a thread has, 8 apart. */
@@ -4831,15 +4839,14 @@ DKV__DEVICE int my_row() {
     const int thread = this_thread();
     return (thread & ~31) + (thread & 31) / 4;
 }
-
-/* Where chunk c, an even one, of a row is, if `first` is where the same lane's of c = 0 is. */
+/* Where a lane's chunk is, c chunks on in its row, if `first` is where it is for c = 0; c is even. */
 template <int ROWS> DKV__DEVICE uint32_t chunk_at(uint32_t first, int c) {
     return (first ^ (uint32_t)(c % 8 * 16)) + (uint32_t)(c / 8 * ROWS * 128);
 }
 
-/* S = Q K^T of a warp's rows; and between, half of the way. */
-template <class T, int D, int M, int N, class Between>
-DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k, Between between) {
+/* S = Q K^T of a warp's rows by 8 N keys. */
+template <class T, int D, int M, int N>
+DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k) {
     const int      thread = this_thread(), lane = thread & 31;
     const uint32_t q_at = shared_address(q) + tile_offset<128, M>((thread & ~31) + (lane & 15), lane >> 4);
     const uint32_t k_at = shared_address(k) + tile_offset<128, N * 8>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
@@ -4848,10 +4855,9 @@ DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k, Bet
 #pragma unroll
         for (int u = 0; u < 4; u++) s[0][n][u] = s[1][n][u] = 0.0f;
     }
-#pragma unroll
+#pragma unroll D == 64 && N == 8 ? 1 : 8 /* registers */
     for (int c = 0; c < D / 8; c += 2) {
         uint32_t a[2][4], b[4];
-        if (c == D / 16) between();
         ldmatrix(a[0], chunk_at<M>(q_at, c));
         ldmatrix(a[1], chunk_at<M>(q_at, c) + 16 * 128);
 #pragma unroll
@@ -4863,7 +4869,7 @@ DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k, Bet
     }
 }
 
-/* O += P V of 16 N keys. */
+/* O += P V by 16 N keys. */
 template <class T, int D, int N>
 DKV__DEVICE void mix32(float (&o)[2][D / 8][4], const uint32_t (&p)[2][N][4], const char *v) {
     const int      lane = this_thread() & 31;
@@ -4885,8 +4891,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_forward_mma(const _
     typedef GatedMmaShape<D, false> S;
     constexpr int                   M = S::M, KEYS = S::KEYS;
     extern __shared__ __align__(1024) char shared[];
-    char *const                     qs = shared, *const ring = shared + S::RING;
-    const MmaDesk<M>               &d = desk<S>();
+    const Desk<M>                  &d = desk<S>();
     const GatedPiece               &p = d.piece;
     let_next_start();
     first_walk<S>(w);
@@ -4895,35 +4900,24 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_forward_mma(const _
         float       s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
         float       top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
         uint32_t    weight[2][KEYS / 16][4];
-        auto        place = [&](int k) { return ring + (k < 3 ? k : k - 3) * S::STAGE; }; /* K and V in turn */
-        copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        copy_keys<S>(place(0), 0, p.tile * TILE);
-        copies_commit();
-        copy_keys<S>(place(1), 1, p.tile * TILE);
-        copies_commit();
-        for (unsigned key = p.tile * TILE, k = 0;; k = k == 0 ? 2 : k - 1) { /* K is at place k, V behind it */
-            copies_wait<1>(); /* and V of the step before is read no more */
-            if (len_at<S>(key) <= 0) break;
-            if (key % TILE == 0 && threadIdx.x == 0) put_tile<S>(key / TILE + 2);
-            copy_keys<S>(place(k + 2), 0, next_step<S>(key));
-            copies_commit();
-            scores32<T, D, M>(s, qs, place(k), [] {});
+        unsigned    key = p.tile * TILE;
+        copy_rows<D, M, M>(shared, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
+        copy_step<S>(key, 0);
+        for (int n = 0; begin_step<S>(key, n); n ^= 1, key = next_step<S>(key)) {
+            const char *const k = shared + S::RING + 2 * n * S::STAGE;
+            scores32<T, D, M>(s, shared, k);
             const Sight y = d.tiles[key / TILE % 4].sight;
+            const int   at = key % TILE;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const RowStat *const row = d.rows + my_row() + 16 * h;
-                const int            at = key % TILE;
                 const int            seen[2] = {sees(y, row[0].query) - at, sees(y, row[8].query) - at};
                 softmax_tile(s[h], top[h], sum[h], alpha, factor, 0.0f, seen, 0, y.bias);
                 scale_rows(o[h], alpha);
 #pragma unroll
-                for (int n = 0; n < KEYS / 16; n++) weights<T>(weight[h][n], s[h], 2 * n);
+                for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
             }
-            copies_wait<1>(); /* and K of this step */
-            key = next_step<S>(key);
-            copy_keys<S>(place(k), 1, key);
-            copies_commit();
-            mix32<T, D>(o, weight, place(k + 1));
+            mix32<T, D>(o, weight, k + S::STAGE);
         }
         store_outputs<D>(w, p, my_row(), o[0], top[0], sum[0]);
         store_outputs<D>(w, p, my_row() + 16, o[1], top[1], sum[1]);
@@ -4933,10 +4927,9 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_forward_mma(const _
 template <class T, int D>
 __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const __grid_constant__ GatedWork w) {
     typedef GatedMmaShape<D, true> S;
-    constexpr int                  M = S::M, KEYS = S::KEYS, STAGE = S::STAGE;
+    constexpr int                  M = S::M, KEYS = S::KEYS;
     extern __shared__ __align__(1024) char shared[];
-    char *const                    qs = shared, *const gs = qs + S::ROWS, *const ring = shared + S::RING;
-    const MmaDesk<M>              &d = desk<S>();
+    const Desk<M>                 &d = desk<S>();
     const GatedPiece              &p = d.piece;
     let_next_start();
     first_walk<S>(w);
@@ -4944,51 +4937,46 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const 
         const float times = p.c->times;
         float       s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
         uint32_t    weight[2][KEYS / 16][4];
-        auto        copy = [&](int n, int key) {
-            copy_keys<S>(ring + n * 2 * STAGE, 0, key);
-            copy_keys<S>(ring + n * 2 * STAGE + STAGE, 1, key);
-            copies_commit();
-        };
-        copy_rows<D, M, S::THREADS>(qs, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        copy_rows<D, M, S::THREADS>(gs, w.d_out_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        copy(0, p.tile * TILE);
-        for (unsigned key = p.tile * TILE, n = 0;; n ^= 1) {
-            const char *const k = ring + n * 2 * STAGE;
-            copies_wait<0>(); /* and the step before is done */
-            if (len_at<S>(key) <= 0) break;
-            if (key % TILE == 0 && threadIdx.x == 0) put_tile<S>(key / TILE + 2);
-            scores32<T, D, M>(s, qs, k, [&] { copy(n ^ 1, next_step<S>(key)); });
-            scores32<T, D, M>(dp, gs, k + STAGE, [] {});
+        unsigned    key = p.tile * TILE;
+        copy_rows<D, M, M>(shared, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
+        copy_rows<D, M, M>(shared + S::ROWS, w.d_out_rows + first_row<M>(p) * D * 2, D * 2, M, D);
+        copy_step<S>(key, 0);
+        for (int n = 0; begin_step<S>(key, n); n ^= 1) {
+            const char *const k = shared + S::RING + 2 * n * S::STAGE;
+            scores32<T, D, M>(s, shared, k);
+            scores32<T, D, M>(dp, shared + S::ROWS, k + S::STAGE);
             const Sight y = d.tiles[key / TILE % 4].sight;
             const int   lane = this_thread() & 31;
+            const bool  partly = y.tile < 0 || len_at<S>(key) < KEYS; /* not all rows see all keys */
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int i = 0; i < 4; i++) {
+                const int     h = i / 2, u = i % 2 * 2;
+                const RowStat row = d.rows[my_row() + 8 * i];
+                const float   from = row.lse - y.bias;
+                float         part = 0.0f;
 #pragma unroll
-                for (int u = 0; u < 2; u++) {
-                    const RowStat row = d.rows[my_row() + 16 * h + 8 * u];
-                    const float   from = row.lse - y.bias;
-                    const int     seen = sees(y, row.query) - (int)(key % TILE) - lane % 4 * 2;
-                    float         part = 0.0f;
+                for (int j = 0; j < KEYS / 4; j++) {
+                    float &x = s[h][j / 2][u + j % 2];
+                    x = exp2_fast(fmaf(x, times, -from)) * (dp[h][j / 2][u + j % 2] - row.delta);
+                }
+                if (partly) {
+                    const int seen = sees(y, row.query) - (int)(key % TILE) - lane % 4 * 2;
 #pragma unroll
-                    for (int n = 0; n < KEYS / 8; n++) {
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            float &x = s[h][n][2 * u + e];
-                            x = exp2_fast(fmaf(x, times, -from)) * (dp[h][n][2 * u + e] - row.delta);
-                            x = 8 * n + e < seen ? x : 0.0f;
-                            part += x;
-                        }
-                    }
-                    sum[h] += part * (Name<T>::type == DKV_F16 ? row.unlift : 1.0f);
+                    for (int j = 0; j < KEYS / 4; j++)
+                        if (j / 2 * 8 + j % 2 >= seen) s[h][j / 2][u + j % 2] = 0.0f;
                 }
 #pragma unroll
-                for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
+                for (int j = 0; j < KEYS / 4; j++) part += s[h][j / 2][u + j % 2];
+                sum[h] += part * (Name<T>::type == DKV_F16 ? row.unlift : 1.0f);
             }
+#pragma unroll
+            for (int j = 0; j < KEYS / 16; j++)
+                weights<T>(weight[0][j], s[0], 2 * j), weights<T>(weight[1][j], s[1], 2 * j);
             mix32<T, D>(dq, weight, k);
             key = next_step<S>(key);
             if (key % TILE) continue;
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < 2; h++) { /* the tile is done */
                 for (int j = 16; j; j >>= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], j);
                 const int64_t cell = p.c->first_open + (int64_t)p.g * p.c->tiles + y.tile;
                 if (lane == 0 && y.tile >= 0)
