@@ -644,10 +644,11 @@ typedef struct dkv_cuda_gated {
     int64_t sizes[40];
 } dkv_cuda_gated;
 
-/* dkv_gated_forward and _backward on sm_80 and newer, prepared once for any number of passes while the values behind the pointers
-   change: tables go to block (device, 128-byte aligned), what passes write to ws (device, 128-byte aligned; works whose
-   passes run on one stream may share one). Either pass stands alone: backward takes what forward wrote to out, lse and
-   the relaxed ones. The lists of open bins are made on the device: ln_u and open may come from kernels before.
+/* dkv_gated_forward and _backward on the device, prepared once for any number of passes while the values behind the
+   pointers change: tables go to block (device, 128-byte aligned), what passes write to ws (device, 128-byte aligned;
+   works whose passes run on one stream may share one). Either pass stands alone: backward takes what forward wrote to
+   out, lse and the relaxed ones. The lists of open bins are made on the device: ln_u and open may come from kernels
+   before.
    context: strided, or packed with all T_c rows of every head; f16 or bf16, rows of 16 bytes (ALIGN), the same type in
    the whole batch, which is straight-through as a whole or not at all (FIELD). d_k and d_v: multiples of 8, at most
    128. Suffixes: any strides and f32, f16 or bf16; q, k, v and d_out are rounded to the context's type. T_c at most

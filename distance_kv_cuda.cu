@@ -4368,7 +4368,6 @@ DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight
         __syncwarp();
     }
 }
-
 #endif
 
 template <class T, int D>
@@ -4730,6 +4729,7 @@ template <int M> struct Desk { /* in shared memory: what a CTA works at */
     Keys       keys[2][2]; /* of the piece: context, own keys; K, V */
     GatedPiece piece;
     GatedWalk  walk;
+    const GatedWork *work; /* from here it takes no registers */
 };
 
 template <int DIM, bool BACK> struct GatedMmaShape {
@@ -4768,42 +4768,36 @@ template <class S> DKV__DEVICE void put_tile(int i) {
 template <class S> DKV__DEVICE void first_walk(const GatedWork &w) {
     if (threadIdx.x >= 32) return;
     const GatedWalk walk = gated_walk(w, S::BACKWARD ? 1 : w.sides);
-    if (threadIdx.x == 0) desk<S>().walk = walk;
+    if (threadIdx.x == 0) desk<S>().walk = walk, desk<S>().work = &w;
 }
 
 /* Puts the next piece on the desk, with its first two tiles; false: there is none. By all threads. */
-template <class S> __device__ __noinline__ bool next_piece(const GatedWork &w) {
-    constexpr int D = S::D;
-    Desk<S::M>   &d = desk<S>();
-    const int     thread = threadIdx.x;
+template <class S> __device__ __noinline__ bool next_piece() {
+    Desk<S::M>       &d = desk<S>();
+    const GatedPiece &p = d.piece;
+    const int         thread = threadIdx.x;
     __syncthreads(); /* the piece before is done */
-    if (thread < 32) {
-        GatedWalk  walk = d.walk;
-        GatedPiece p;
-        __syncwarp();
-        if (gated_next(walk, p, w) && thread < 4) {
-            const int           own = thread / 2, v = thread % 2, i = p.tile + thread;
-            const GatedContext &c = *p.c;
-            const dkv_tensor   &t = c.source[v];
-            const int64_t       key = c.first_key + (int64_t)p.g * c.own_keys;
-            d.keys[own][v] = own ? Keys{(v ? w.own_v_rows : w.own_k_rows) + key * D * 2, D * 2, D}
-                                 : Keys{at(t, 0, p.g), t.stride_token, v ? c.d_v : c.d_k};
-            if (thread < 2 && i < p.end) d.entries[i % 4] = __ldcg(entry_of(p, i));
-        }
-        __syncwarp();
-        if (thread == 0) {
-            d.walk = walk, d.piece = p;
-            if (p.c) put_tile<S>(p.tile), put_tile<S>(p.tile + 1);
-        }
-    }
+    const GatedWork &w = *d.work;
+    if (thread == 0) gated_next(d.walk, d.piece, w);
     __syncthreads();
-    if (!d.piece.c) return false;
+    if (!p.c) return false;
     RowStat &row = d.rows[thread];
-    row.query = (d.piece.m * S::M + thread) / d.piece.c->G;
+    row.query = (p.m * S::M + thread) / p.c->G;
     if (S::BACKWARD) {
-        const float4 x = __ldcg(w.stats + first_row<S::M>(d.piece) + thread);
+        const float4 x = __ldcg(w.stats + first_row<S::M>(p) + thread);
         row.lse = x.x, row.delta = x.y, row.unlift = x.z;
     }
+    if (thread < 4) {
+        const int         own = thread / 2, v = thread % 2, i = p.tile + thread;
+        const dkv_tensor &t = p.c->source[v];
+        const int64_t     key = p.c->first_key + (int64_t)p.g * p.c->own_keys;
+        d.keys[own][v] = own ? Keys{(v ? w.own_v_rows : w.own_k_rows) + key * S::D * 2, S::D * 2, S::D}
+                             : Keys{at(t, 0, p.g), t.stride_token, v ? p.c->d_v : p.c->d_k};
+        if (thread < 2 && i < p.end) d.entries[i % 4] = __ldcg(entry_of(p, i));
+        __syncwarp(15);
+        if (thread == 0) put_tile<S>(i), put_tile<S>(i + 1);
+    }
+    __syncthreads();
     return true;
 }
 
@@ -4824,13 +4818,12 @@ template <class S> DKV__DEVICE void copy_step(unsigned key, int n) {
                                              k.stride, len_at<S>(key), k.d);
     }
 }
-/* Waits for the step's keys, puts down a tile, begins to copy the next step; false: the piece ends before this step. */
-template <class S> DKV__DEVICE bool begin_step(unsigned key, int n) {
+/* Waits for a step's keys, and puts a tile down for later ones; false: the piece ended before. */
+template <class S> DKV__DEVICE bool begin_step(unsigned key) {
     asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads(); /* and what the step before read may be overwritten */
+    __syncthreads(); /* and what the step before has read may be overwritten */
     if (len_at<S>(key) <= 0) return false;
     if (key % TILE == 0 && threadIdx.x == 0) put_tile<S>(key / TILE + 2);
-    copy_step<S>(next_step<S>(key), n ^ 1);
     return true;
 }
 
@@ -4895,19 +4888,20 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_forward_mma(const _
     const GatedPiece               &p = d.piece;
     let_next_start();
     first_walk<S>(w);
-    while (next_piece<S>(w)) {
-        const float factor[2] = {p.c->times, p.c->times};
-        float       s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
-        float       top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
-        uint32_t    weight[2][KEYS / 16][4];
-        unsigned    key = p.tile * TILE;
+    while (next_piece<S>()) {
+        float    s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
+        float    top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+        uint32_t weight[2][KEYS / 16][4];
+        unsigned key = p.tile * TILE;
         copy_rows<D, M, M>(shared, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
         copy_step<S>(key, 0);
-        for (int n = 0; begin_step<S>(key, n); n ^= 1, key = next_step<S>(key)) {
+        for (int n = 0; begin_step<S>(key); n ^= 1, key = next_step<S>(key)) {
             const char *const k = shared + S::RING + 2 * n * S::STAGE;
+            copy_step<S>(next_step<S>(key), n ^ 1);
             scores32<T, D, M>(s, shared, k);
             const Sight y = d.tiles[key / TILE % 4].sight;
             const int   at = key % TILE;
+            const float factor[2] = {p.c->times, p.c->times};
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const RowStat *const row = d.rows + my_row() + 16 * h;
@@ -4933,7 +4927,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const 
     const GatedPiece              &p = d.piece;
     let_next_start();
     first_walk<S>(w);
-    while (next_piece<S>(w)) {
+    while (next_piece<S>()) {
         const float times = p.c->times;
         float       s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
         uint32_t    weight[2][KEYS / 16][4];
@@ -4941,9 +4935,10 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const 
         copy_rows<D, M, M>(shared, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
         copy_rows<D, M, M>(shared + S::ROWS, w.d_out_rows + first_row<M>(p) * D * 2, D * 2, M, D);
         copy_step<S>(key, 0);
-        for (int n = 0; begin_step<S>(key, n); n ^= 1) {
+        for (int n = 0; begin_step<S>(key); n ^= 1) {
             const char *const k = shared + S::RING + 2 * n * S::STAGE;
             scores32<T, D, M>(s, shared, k);
+            copy_step<S>(next_step<S>(key), n ^ 1); /* here: registers */
             scores32<T, D, M>(dp, shared + S::ROWS, k + S::STAGE);
             const Sight y = d.tiles[key / TILE % 4].sight;
             const int   lane = this_thread() & 31;
