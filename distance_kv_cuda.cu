@@ -416,12 +416,13 @@ struct PackSide {
     dkv_tensor from;       /* [T_c][Hkv][d] */
     char      *to;         /* rows of all heads */
     float     *scale;      /* [Hkv][d'], 8-bit only: largest magnitudes until they are made scales */
-    int        d, row, vector, copy; /* row bytes; from has 16-byte rows; and is of the same type */
+    int        d, row, vector; /* row bytes; from has 16-byte rows */
 };
-struct PackLayer { /* grid: (tiles of all heads, sides) */
+struct PackLayer { /* grid: (shares of the tiles of all heads, sides) */
     PackSide       side[2];
     const int64_t *first, *rows; /* of the layer, on the device */
     const dkv_run *runs;
+    int64_t        tiles; /* of all heads */
     int            Hkv;
     dkv_type       type;
 };
@@ -453,10 +454,15 @@ DKV__DEVICE PackTile pack_tile_at(const PackLayer &p, int64_t x) { /* x < tiles;
 }
 
 constexpr int64_t NOWHERE = INT64_MIN; /* padding comes from there */
+struct PackShared {
+    int64_t offset[2][TILE]; /* of two tiles, in turns */
+    dkv_run runs[TILE];
+    int     found;
+};
 
 /* Offsets in the source of the 128 rows of a tile. Runs are found by a 32-ary search of one warp, and each row's run
    among those of the tile by halving. */
-DKV__DEVICE void tile_offsets(const PackTile &h, const dkv_tensor &t, int64_t *offset, dkv_run *runs, int *found) {
+DKV__DEVICE void tile_offsets(const PackTile &h, const dkv_tensor &t, int64_t *offset, PackShared *sh) {
     const int     tid = threadIdx.x, lane = tid & 31;
     const int64_t tile = h.tile;
     if (tid < 32) {
@@ -468,25 +474,50 @@ DKV__DEVICE void tile_offsets(const PackTile &h, const dkv_tensor &t, int64_t *o
             lo += last * step;
             n = least(step, n - last * step);
         }
-        if (lane == 0) *found = lo;
+        if (lane == 0) sh->found = lo;
     }
     __syncthreads();
-    if (tid < TILE && *found + tid < h.n_runs) runs[tid] = h.runs[*found + tid];
+    if (tid < TILE && sh->found + tid < h.n_runs) sh->runs[tid] = h.runs[sh->found + tid];
     __syncthreads();
     if (tid < TILE) {
         int64_t row = tile * TILE + tid;
-        int     lo = 0, n = least(h.n_runs - *found, TILE);
+        int     lo = 0, n = least(h.n_runs - sh->found, TILE);
         while (n > 1) {
             int half = n / 2;
-            bool before = runs[lo + half].row <= row;
+            bool before = sh->runs[lo + half].row <= row;
             lo += before ? half : 0;
             n = before ? n - half : half;
         }
-        const int64_t from = (runs[lo].pos + row - runs[lo].row) * t.stride_token + h.g * t.stride_head;
+        const int64_t from = (sh->runs[lo].pos + row - sh->runs[lo].row) * t.stride_token + h.g * t.stride_head;
         offset[tid] = row < h.rows ? from : NOWHERE;
     }
     __syncthreads();
 }
+
+/* A CTA's share of a side's tiles, forwards (WAY 1) or backwards (-1). The next one's offsets are found while the loads
+   of the one at hand are under way: found first, they took longer than the loads. */
+template <int WAY> struct PackWalk {
+    const PackLayer &p;
+    const PackSide  &s;
+    PackShared      *sh;
+    int              tile, end, g, next_g; /* heads of this tile and the next */
+    DKV__DEVICE PackWalk(const PackLayer &layer, PackShared *shared) : p(layer), s(layer.side[blockIdx.y]), sh(shared) {
+        const int x = (int)(p.tiles * blockIdx.x / gridDim.x), y = (int)(p.tiles * (blockIdx.x + 1) / gridDim.x);
+        tile = WAY > 0 ? x : y - 1, end = WAY > 0 ? y : x - 1;
+        g = next_g = find(tile);
+    }
+    DKV__DEVICE int find(int x) {
+        const PackTile y = pack_tile_at(p, x);
+        tile_offsets(y, s.from, sh->offset[x & 1], sh);
+        return y.g;
+    }
+    DKV__DEVICE const int64_t *offset() const { return sh->offset[tile & 1]; }
+    DKV__DEVICE void look_ahead() { /* by all threads, once per tile */
+        if (tile + WAY != end) next_g = find(tile + WAY);
+    }
+    DKV__DEVICE bool ends_head() const { return tile + WAY == end || next_g != g; }
+    DKV__DEVICE void step() { tile += WAY, g = next_g; }
+};
 
 struct Eight { float x[8]; };
 DKV__DEVICE Eight eight_of(const uint4 &raw, dkv_type type) { /* 16-bit types */
@@ -540,69 +571,55 @@ DKV__DEVICE float scale_from(float top, dkv_type type) {
 }
 
 /* A thread has eight channels of every lanes-th row. */
-constexpr int PACK_ROWS = 4, PACK_TILES = 4; /* rows whose loads are in flight together; tiles that a CTA measures */
+constexpr int PACK_ROWS = 8, PACK_CTAS = 3; /* rows whose loads are under way together; CTAs of a multiprocessor */
 
-/* 16 bytes of rows row, row + lanes, ... Those beyond the tile are its last one, padding its first: loads have no
-   condition, since ptxas would have each wait for the one before. */
-template <int N>
-DKV__DEVICE void load_raw(uint4 (&x)[N], const char *from, const int64_t *offset, int row, int lanes) {
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-        const int64_t at = offset[least(row + k * lanes, TILE - 1)];
-        x[k] = __ldcs((const uint4 *)(from + (at == NOWHERE ? offset[0] : at)));
+/* A thread's rows of a tile: the c-th eight channels of rows row, row + lanes, ... WHOLE: 16 bytes at once of 16-bit
+   types, all rows' together. Rows beyond the tile are its last one then, padding its first: loads have no condition,
+   since ptxas would have each wait for the one before. */
+template <bool WHOLE> struct PackRows {
+    const PackSide &s;
+    const bool      inside; /* channels that exist */
+    const char     *from;
+    uint4           raw[PACK_ROWS];
+    DKV__DEVICE PackRows(const PackSide &side, int c) : s(side), inside(c * 8 < side.d) {
+        from = (const char *)s.from.data + (inside ? c * 8 * s.from.stride_dim : 0);
     }
-}
-/* Their c-th eight channels as floats, with zeros in place of padding. */
-DKV__DEVICE void load_rows8(Eight (&x)[PACK_ROWS], const PackSide &s, const int64_t *offset, int c, int row,
-                            int lanes) {
-    const char *from = (const char *)s.from.data + c * 8 * s.from.stride_dim;
-    const bool  inside = c * 8 < s.d;
-    if (s.vector && s.from.type != DKV_F32 && inside) {
-        uint4 raw[PACK_ROWS];
-        load_raw(raw, from, offset, row, lanes);
+    DKV__DEVICE void load(const int64_t *offset, int row, int lanes, bool again = false) { /* again: and later again */
 #pragma unroll
-        for (int k = 0; k < PACK_ROWS; k++) x[k] = eight_of(raw[k], s.from.type);
+        for (int k = 0; WHOLE && k < PACK_ROWS; k++) {
+            const int64_t at = offset[least(row + k * lanes, TILE - 1)];
+            const uint4  *src = (const uint4 *)(from + (at == NOWHERE ? offset[0] : at));
+            raw[k] = again ? __ldcg(src) : __ldcs(src);
+        }
     }
-#pragma unroll
-    for (int k = 0; k < PACK_ROWS; k++) {
-        const int64_t at = offset[least(row + k * lanes, TILE - 1)];
-        if (at == NOWHERE || !inside) x[k] = Eight{};
-        else if (!s.vector || s.from.type == DKV_F32)
-            x[k] = load8(from + at, s.from.type, s.from.stride_dim, s.vector);
+    DKV__DEVICE Eight at(int k, int64_t offset) const { /* padding is zeros */
+        if (!inside || offset == NOWHERE) return Eight{};
+        return WHOLE ? eight_of(raw[k], s.from.type) : load8(from + offset, s.from.type, s.from.stride_dim, s.vector);
     }
-}
+};
 
-/* Rows of one tile. Same type: 16 bytes as they are, eight loads of a thread in flight. */
-__global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t offset[TILE];
-    __shared__ dkv_run runs[TILE];
-    __shared__ int     found;
+/* Same type: 16 bytes as they are. A CTA per tile: four fit a multiprocessor, and the hardware deals them evenly. */
+template <bool WHOLE>
+__global__ void __launch_bounds__(256, 4) pack_tiles(const __grid_constant__ PackLayer p) {
+    __shared__ PackShared sh;
     let_next_start();
     const PackSide &s = p.side[blockIdx.y];
-    const int       chunks = s.row / 16, lanes = 256 / chunks, c = threadIdx.x % chunks; /* d is a multiple of 8 */
-    char           *to = s.to + (int64_t)blockIdx.x * TILE * s.row + c * 16;
-    tile_offsets(pack_tile_at(p, blockIdx.x), s.from, offset, runs, &found);
-    if (threadIdx.x >= lanes * chunks) return;
-    const bool inside = c * 8 < s.d;
-    if (s.copy) {
-        for (int row = threadIdx.x / chunks; row < TILE; row += lanes * 8) {
-            uint4 x[8];
-            load_raw(x, (const char *)s.from.data + (inside ? 16 * c : 0), offset, row, lanes);
+    const int       chunks = s.row / 16, lanes = 256 / chunks, c = threadIdx.x % chunks, row0 = threadIdx.x / chunks;
+    PackRows<WHOLE> x(s, c);
+    for (PackWalk<1> walk(p, &sh); walk.tile != walk.end; walk.step()) {
+        char *to = s.to + (int64_t)walk.tile * TILE * s.row + c * 16;
+        x.load(walk.offset(), row0, lanes);
+        walk.look_ahead();
+        for (int row = row0; row0 < lanes && row < TILE; row += lanes * PACK_ROWS) {
+            if (row != row0) x.load(walk.offset(), row, lanes);
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
+            for (int k = 0; k < PACK_ROWS; k++) {
                 const int at = row + k * lanes;
                 if (at >= TILE) break;
-                *(uint4 *)(to + at * s.row) = offset[at] == NOWHERE || !inside ? uint4{0, 0, 0, 0} : x[k];
+                const int64_t offset = walk.offset()[at];
+                if (!WHOLE || s.from.type != p.type) store8(to + at * s.row, p.type, x.at(k, offset));
+                else *(uint4 *)(to + at * s.row) = offset == NOWHERE || !x.inside ? uint4{0, 0, 0, 0} : x.raw[k];
             }
-        }
-        return;
-    }
-    for (int row = threadIdx.x / chunks; row < TILE; row += lanes * PACK_ROWS) {
-        Eight x[PACK_ROWS];
-        load_rows8(x, s, offset, c, row, lanes);
-#pragma unroll
-        for (int k = 0; k < PACK_ROWS; k++) {
-            if (row + k * lanes < TILE) store8(to + (row + k * lanes) * s.row, p.type, x[k]);
         }
     }
 }
@@ -615,91 +632,92 @@ DKV__DEVICE void widen_top(uint32_t (&top)[4], const uint4 &x) {
 
 /* Largest magnitudes of a head's channels into side.scale: as integers their order is that of the floats, so the
    maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. */
-__global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ PackLayer p, int64_t tiles) {
-    __shared__ int64_t  offset[TILE];
-    __shared__ dkv_run  runs[TILE];
-    __shared__ int      found;
-    __shared__ unsigned top[256];
+template <bool WHOLE>
+__global__ void __launch_bounds__(256, PACK_CTAS) measure_tiles(const __grid_constant__ PackLayer p) {
+    __shared__ PackShared sh;
+    __shared__ unsigned   top[256];
     let_next_start();
     const PackSide &s = p.side[blockIdx.y];
-    const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-    const int64_t   begin = (int64_t)blockIdx.x * PACK_TILES, end = least(begin + PACK_TILES, tiles);
-    const bool      raw = s.vector && s.from.type != DKV_F32;
+    const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks, row0 = threadIdx.x / chunks;
     unsigned        own[8] = {};
     uint32_t        pair[4] = {};
-    PackTile        h = pack_tile_at(p, begin);
+    PackRows<WHOLE> x(s, c);
     top[threadIdx.x] = 0;
-    for (int64_t tile = begin; tile < end; tile++) {
-        tile_offsets(h, s.from, offset, runs, &found);
-        const char *from = (const char *)s.from.data + c * 8 * s.from.stride_dim;
-        for (int row = threadIdx.x / chunks; threadIdx.x < lanes * chunks && row < TILE; row += lanes * 8) {
-            uint4 x[8];
-            if (!raw) {
-                for (int k = 0; k < 8 && row + k * lanes < TILE && offset[row + k * lanes] != NOWHERE; k++) {
-                    const Eight y = load8(from + offset[row + k * lanes], s.from.type, s.from.stride_dim, s.vector);
-                    for (int u = 0; u < 8; u++) own[u] = most(own[u], __float_as_uint(y.x[u]) & 0x7fffffffu);
-                }
-                continue;
-            }
-            load_raw(x, from, offset, row, lanes); /* rows twice do no harm */
+    for (PackWalk<-1> walk(p, &sh); walk.tile != walk.end; walk.step()) {
+        x.load(walk.offset(), row0, lanes, true);
+        walk.look_ahead();
+        for (int row = row0; row0 < lanes && row < TILE; row += lanes * PACK_ROWS) {
+            if (row != row0) x.load(walk.offset(), row, lanes, true);
 #pragma unroll
-            for (int k = 0; k < 8; k++) widen_top(pair, x[k]);
+            for (int k = 0; k < PACK_ROWS; k++) { /* rows twice do no harm */
+                if (WHOLE) widen_top(pair, x.raw[k]);
+                if (WHOLE || row + k * lanes >= TILE) continue;
+                const Eight y = x.at(k, walk.offset()[row + k * lanes]);
+                for (int u = 0; u < 8; u++) own[u] = most(own[u], __float_as_uint(y.x[u]) & 0x7fffffffu);
+            }
         }
-        const int g = h.g;
-        if (tile + 1 < end) h = pack_tile_at(p, tile + 1);
-        __syncthreads();
-        if (tile + 1 < end && h.g == g) continue;
+        if (!walk.ends_head()) continue;
         const Eight y = eight_of(uint4{pair[0], pair[1], pair[2], pair[3]}, s.from.type);
-        for (int u = 0; u < 8; u++) { /* the head ends here, or the CTA does */
-            const unsigned a = most(own[u], __float_as_uint(y.x[u]));
+        for (int u = 0; u < 8; u++) {
+            const unsigned a = WHOLE ? __float_as_uint(y.x[u]) : own[u];
             if (a) atomicMax(&top[c * 8 + u], a >= 0x7f800000u ? 0x7fc00000u : a);
             own[u] = pair[u / 2] = 0;
         }
         __syncthreads();
         if (threadIdx.x < s.d && top[threadIdx.x]) {
-            atomicMax((unsigned *)s.scale + g * s.row + threadIdx.x, top[threadIdx.x]);
+            atomicMax((unsigned *)s.scale + walk.g * s.row + threadIdx.x, top[threadIdx.x]);
             top[threadIdx.x] = 0;
         }
+        __syncthreads();
     }
 }
 
-/* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once).
-   From the last tile on: what was measured last is still in L2. */
-template <int TYPE> __global__ void __launch_bounds__(256) quantise_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t offset[TILE];
-    __shared__ dkv_run runs[TILE];
-    __shared__ int     found;
+/* In 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once). Scales are still
+   largest magnitudes. What was measured last is in L2, so it comes first. */
+template <int TYPE, bool WHOLE>
+__global__ void __launch_bounds__(256, PACK_CTAS) quantise_tiles(const __grid_constant__ PackLayer p) {
+    __shared__ PackShared sh;
+    __shared__ float      scales[256], inverses[256];
     let_next_start();
-    const int64_t   tile = gridDim.x - 1 - blockIdx.x;
-    const PackTile  h = pack_tile_at(p, tile);
     const PackSide &s = p.side[blockIdx.y];
-    const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-    char           *to = s.to + tile * TILE * s.row + c * 8;
+    const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks, row0 = threadIdx.x / chunks;
     float           scale[8], inverse[8];
-    uint32_t        known[2] = {~0u, ~0u}; /* i8: bytes of channels whose scale is no number become 0 */
-    tile_offsets(h, s.from, offset, runs, &found);
-    if (threadIdx.x >= lanes * chunks) return;
-#pragma unroll
-    for (int u = 0; u < 8; u++) scale[u] = s.scale[h.g * s.row + c * 8 + u];
-#pragma unroll
-    for (int u = 0; u < 8; u++) {
-        inverse[u] = __frcp_rn(scale[u]);
-        if (TYPE == DKV_I8 && scale[u] != scale[u]) known[u / 4] &= ~(0xffu << u % 4 * 8);
-    }
-    for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
-        Eight x[PACK_ROWS];
-        load_rows8(x, s, offset, c, row0, lanes);
-#pragma unroll
-        for (int k = 0; k < PACK_ROWS; k++) {
-#pragma unroll
-            for (int u = 0; u < 8; u++) {
-                float y = x[k].x[u] * inverse[u];
-                x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
+    bool            begins_head = true;
+    PackRows<WHOLE> x(s, c);
+    for (PackWalk<1> walk(p, &sh); walk.tile != walk.end; walk.step()) {
+        char *to = s.to + (int64_t)walk.tile * TILE * s.row + c * 8;
+        x.load(walk.offset(), row0, lanes);
+        if (begins_head) {
+            __syncthreads();
+            if (threadIdx.x < s.row) {
+                const float y = scale_from(s.scale[walk.g * s.row + threadIdx.x], (dkv_type)TYPE);
+                scales[threadIdx.x] = y, inverses[threadIdx.x] = __frcp_rn(y);
             }
-            if (row0 + k * lanes >= TILE) continue;
-            *(uint2 *)(to + (row0 + k * lanes) * s.row) =
-                uint2{bytes_of<TYPE>(x[k].x) & known[0], bytes_of<TYPE>(x[k].x + 4) & known[1]};
+            __syncthreads();
+#pragma unroll
+            for (int u = 0; u < 8; u++) scale[u] = scales[c * 8 + u], inverse[u] = inverses[c * 8 + u];
         }
+        walk.look_ahead();
+        begins_head = walk.ends_head();
+        for (int row = row0; row0 < lanes && row < TILE; row += lanes * PACK_ROWS) {
+            if (row != row0) x.load(walk.offset(), row, lanes);
+#pragma unroll
+            for (int k = 0; k < PACK_ROWS; k++) {
+                const int at = row + k * lanes;
+                if (at >= TILE) break;
+                Eight y = x.at(k, walk.offset()[at]);
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+                    const float z = y.x[u] * inverse[u];
+                    y.x[u] = fmaf(fmaf(-z, scale[u], y.x[u]), inverse[u], z);
+                }
+                *(uint2 *)(to + at * s.row) = uint2{bytes_of<TYPE>(y.x), bytes_of<TYPE>(y.x + 4)};
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < 8; u++) /* i8 knows no NaN: channels with such a scale are zeros */
+            for (int row = row0; TYPE == DKV_I8 && scale[u] != scale[u] && row0 < lanes && row < TILE; row += lanes)
+                to[row * s.row + u] = 0;
     }
 }
 
@@ -744,28 +762,31 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     dkv_result   r = device_read(&dev);
     if (r) return r;
     const bool overlap = dev.arch >= 90;
-    p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k), 0};
-    p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v), 0};
-    for (PackSide &s : p.side) s.copy = s.vector && s.from.type == type;
+    p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k)};
+    p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v)};
+    bool whole = true;
+    for (const PackSide &s : p.side) whole = whole && s.vector && s.from.type != DKV_F32;
     if (scaled) p.side[0].scale = (float *)(data + y.k_scale), p.side[1].scale = (float *)(data + y.v_scale);
     p.first = on_device->first + (int64_t)l * plan->Hkv;
     p.rows = on_device->rows + (int64_t)l * plan->Hkv;
     p.runs = on_device->runs;
+    p.tiles = y.rows / TILE;
     p.Hkv = plan->Hkv;
     p.type = type;
-    const int64_t tiles = y.rows / TILE;
-    const dim3    grid((unsigned)tiles, 2);
-    if (scaled) r = did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)(y.bytes - y.k_scale), st));
-    if (scaled && !r) {
-        const dim3 measured((unsigned)ceil_div(tiles, PACK_TILES), 2);
-        const int  n = (int)((y.bytes - y.k_scale) / 4);
-        if (tiles) r = launch(measure_tiles, measured, 256, 0, overlap, st, p, tiles);
-        if (!r)
-            r = launch(finish_scales, (n + 255) / 256, 256, 0, overlap, st, (float *)(data + y.k_scale), n, type);
-    }
-    if (tiles && !r) {
-        auto *kernel = type == DKV_I8 ? quantise_tile<DKV_I8> : type == DKV_FP8 ? quantise_tile<DKV_FP8> : pack_tile;
-        r = launch(kernel, grid, 256, 0, overlap, st, p);
+    const int64_t ctas = scaled ? (PACK_CTAS * dev.sms + 1) / 2 : p.tiles; /* of a side */
+    const dim3    grid((unsigned)least(p.tiles, ctas), 2);
+    auto run = [&](void (*kernel)(PackLayer)) {
+        if (p.tiles && !r) r = launch(kernel, grid, 256, 0, overlap, st, p);
+    };
+    if (scaled) {
+        const int n = (int)((y.bytes - y.k_scale) / 4);
+        r = did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)n * 4, st));
+        run(whole ? measure_tiles<true> : measure_tiles<false>);
+        if (type == DKV_I8) run(whole ? quantise_tiles<DKV_I8, true> : quantise_tiles<DKV_I8, false>);
+        else run(whole ? quantise_tiles<DKV_FP8, true> : quantise_tiles<DKV_FP8, false>);
+        if (!r) r = launch(finish_scales, (n + 255) / 256, 256, 0, overlap, st, (float *)(data + y.k_scale), n, type);
+    } else {
+        run(whole ? pack_tiles<true> : pack_tiles<false>);
     }
     if (!r) r = launched();
     if (r) return r;
