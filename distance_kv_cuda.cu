@@ -1176,28 +1176,40 @@ DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2]
             }
         }
     }
+    /* Both rows at once, each by two chains: one alone waits for every maximum and shuffle. */
+    float now[2], other[2], minus[2], part[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float x = fmaxf(s[n][2 * i], s[n][2 * i + 1]), y = fmaxf(s[n + 1][2 * i], s[n + 1][2 * i + 1]);
+            now[i] = n ? fmaxf(now[i], x) : x, other[i] = n ? fmaxf(other[i], y) : y;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) now[i] = fmaxf(now[i], other[i]);
+#pragma unroll
+    for (int i = 0; i < 2; i++) now[i] = fmaxf(now[i], __shfl_xor_sync(~0u, now[i], 1));
+#pragma unroll
+    for (int i = 0; i < 2; i++) now[i] = fmaxf(now[i], __shfl_xor_sync(~0u, now[i], 2));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float now = fmaxf(s[0][2 * i], s[0][2 * i + 1]);
-#pragma unroll
-        for (int n = 1; n < N; n++) now = fmaxf(now, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-        now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-        now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-        now = fmaxf(fmaf(now, f[i], bias), top[i]);
-        const float from = now == -INFINITY ? 0.0f : now; /* nothing seen yet: exp2(-inf - 0) = 0 */
+        now[i] = fmaxf(fmaf(now[i], f[i], bias), top[i]);
+        const float from = now[i] == -INFINITY ? 0.0f : now[i]; /* nothing seen yet: exp2(-inf - 0) = 0 */
         alpha[i] = exp2_fast(top[i] - from);
-        top[i] = now;
-        float part = 0.0f;
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-#pragma unroll
-            for (int u = 2 * i; u < 2 * i + 2; u++) {
-                s[n][u] = exp2_fast(fmaf(s[n][u], f[i], -(from - bias)));
-                part += s[n][u];
-            }
-        }
-        sum[i] = sum[i] * alpha[i] + part;
+        top[i] = now[i];
+        minus[i] = bias - from;
     }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            s[n][u] = exp2_fast(fmaf(s[n][u], f[u >> 1], minus[u >> 1]));
+            part[u >> 1] += s[n][u];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) sum[i] = sum[i] * alpha[i] + part[i];
 }
 
 DKV__DEVICE float quad_sum(float x) {
@@ -1456,18 +1468,16 @@ template <int D> DKV__DEVICE void straighten(float (&o)[D / 8][4], const float *
     const int lane = threadIdx.x & 31, t = lane & 3, src = (lane & ~3) | t / 2;
 #pragma unroll
     for (int c = 0; c < D / 16; c++) {
-        const float4 y = *(const float4 *)(scale + least(16 * c + 4 * t, d - 4)); /* 8 | d, and beyond it O is 0 */
-        const float  w[4] = {y.x * lift, y.y * lift, y.z * lift, y.w * lift};
+        const float4 y = *(const float4 *)(scale + (16 * c < d ? 16 * c : 0) + 4 * t); /* beyond d, O is 0 */
 #pragma unroll
         for (int i = 0; i < 4; i += 2) { /* rows */
-            float x[4] = {o[2 * c][i] * w[0], o[2 * c + 1][i] * w[1], o[2 * c][i + 1] * w[2],
-                          o[2 * c + 1][i + 1] * w[3]};
+            float x[4] = {o[2 * c][i] * y.x, o[2 * c + 1][i] * y.y, o[2 * c][i + 1] * y.z, o[2 * c + 1][i + 1] * y.w};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float a = __shfl_sync(~0u, x[0], src + 2 * half), b = __shfl_sync(~0u, x[1], src + 2 * half);
                 float e = __shfl_sync(~0u, x[2], src + 2 * half), f = __shfl_sync(~0u, x[3], src + 2 * half);
-                o[2 * c + half][i] = t & 1 ? e : a;
-                o[2 * c + half][i + 1] = t & 1 ? f : b;
+                o[2 * c + half][i] = (t & 1 ? e : a) * lift;
+                o[2 * c + half][i + 1] = (t & 1 ? f : b) * lift;
             }
         }
     }
@@ -1486,10 +1496,10 @@ template <int N> DKV__DEVICE void scale_rows(float (&o)[N][4], const float (&w)[
 template <int M> DKV__DEVICE int real_rows(const Piece &p) { return least(M, p.N_q * p.G - p.m * M); }
 
 /* All warps' parts of a piece meet: into the output, or the piece's slot. Columns in passes: few rows take one.
-   scale: NULL, or V's, and o is in pair order. */
+   pairs: o is in pair order, and wants V's scales. */
 template <int TYPE, int D, int RW>
 DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D / 8][4], const float (&top)[2],
-                              const float (&sum)[2], float *red, float *tops, float *sums, const float *scale) {
+                              const float (&sum)[2], float *red, float *tops, float *sums, bool pairs) {
     typedef MmaShape<TYPE, D, RW> S;
     constexpr int                 M = S::M, TW = S::TW;
     const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4;
@@ -1516,13 +1526,13 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D 
                 if (i ? height < 16 : r >= height) continue;
                 float       *y = to + 8 * (i * pitch + n);
                 const float2 a = {o[n][2 * i], o[n][2 * i + 1]}, b = {o[n + 1][2 * i], o[n + 1][2 * i + 1]};
-                if (scale) *(float4 *)(y + 4 * t) = float4{a.x, b.x, a.y, b.y};
+                if (pairs) *(float4 *)(y + 4 * t) = float4{a.x, b.x, a.y, b.y};
                 else *(float2 *)(y + 2 * t) = a, *(float2 *)(y + 8 + 2 * t) = b;
             }
         }
         float2 times = {1.0f, 1.0f}; /* a thread's columns are the same for all its rows: wide divides 2 THREADS */
-        if (scale) times = *(const float2 *)(scale + least(d0 + (2 * tid & (wide - 1)), d - 2));
-        if (scale && TYPE == DKV_FP8) times.x *= 256.0f, times.y *= 256.0f;
+        if (pairs) times = *(const float2 *)(v_scale(p) + least(d0 + (2 * tid & (wide - 1)), d - 2));
+        if (pairs && TYPE == DKV_FP8) times.x *= 256.0f, times.y *= 256.0f;
         named_sync(1, S::THREADS);
 #pragma unroll 1
         for (int i = tid; i < real * wide / 2; i += S::THREADS) {
@@ -1723,7 +1733,7 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
         }
         const bool pairs = EIGHT && p.tile < p.end && p.end <= p.context; /* no tail has put O straight */
         if (p.tile >= p.end) named_sync(1, S::THREADS); /* what the piece before left is read no more */
-        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, pairs ? v_scale(p) : NULL);
+        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, pairs);
         if (!p.whole && w.arrived) combine_last<S, D>(p, w, flag);
         __syncwarp();
         if (lane == 0) bar_arrive(piece_empty + turn.stage);
@@ -1773,6 +1783,10 @@ DKV__DEVICE uint64_t descriptor(uint32_t address, uint32_t lead) {
     return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(lead >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
 }
+/* Bytes further on: one addition, where a descriptor made anew takes ten instructions that its product waits for. */
+DKV__DEVICE uint64_t further(uint64_t x, int bytes) {
+    return (x & ~0xffffffffull) | (uint32_t)((uint32_t)x + (uint32_t)(bytes >> 4));
+}
 
 /* S (+)= Q K^T, one k step: [64][16] x [128][16]. */
 template <class T> DKV__DEVICE void wgmma_scores(float (&s)[16][4], uint64_t q, uint64_t k, int add);
@@ -1804,9 +1818,10 @@ DKV__WGMMA(__half, "f16")
 #endif
 
 template <int D> struct WgmmaShape {
-    static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS, STAGES = D == 64 ? 4 : 2;
+    static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS;
+    static constexpr int K_STAGES = D == 64 ? 4 : 3, V_STAGES = D == 64 ? 4 : 2;
     static constexpr int THREADS = 128 * (GROUPS + 1), STAGE = TILE * D * 2, Q = M * D * 2;
-    static constexpr int SHARED = 2 * STAGES * STAGE + 2 * Q + 256 + 2 * sizeof(Piece);
+    static constexpr int RINGS = (K_STAGES + V_STAGES) * STAGE + 2 * Q, SHARED = RINGS + 256 + 2 * (int)sizeof(Piece);
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -1836,20 +1851,27 @@ template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p,
 }
 
 /* K and V of a piece into their rings: K of a tile before V of the tile before, as they are used. By one thread. */
-template <int D, int STAGES>
-DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<STAGES> &k, Ring<STAGES> &v, uint64_t *k_full,
-                           uint64_t *k_empty, uint64_t *v_full, uint64_t *v_empty) {
+template <int D>
+DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<WgmmaShape<D>::K_STAGES> &k,
+                           Ring<WgmmaShape<D>::V_STAGES> &v, uint64_t *k_full, uint64_t *k_empty, uint64_t *v_full,
+                           uint64_t *v_empty) {
     constexpr int  STAGE = TILE * D * 2;
     const uint64_t policy = policy_evict_normal();
     const int      end = p.end, context = p.context;
-    for (int tile = p.tile; tile < end; tile++) {
-        bool    tail = tile >= context;
-        int64_t row = (int64_t)(tail ? tile - context : tile) * TILE;
-        bar_wait(k_empty + k.stage, k.phase ^ 1);
-        load_tile<2, D, TILE>(p, tail ? TAIL_K : CONTEXT_K, row, ks + k.stage * STAGE, k_full + k.stage, true, policy);
-        k.next();
+    auto load = [&](int tile, int v, char *to, uint64_t *full) {
+        const bool    tail = tile >= context;
+        const int64_t row = (int64_t)(tail ? tile - context : tile) * TILE;
+        load_tile<2, D, TILE>(p, (tail ? TAIL_K : CONTEXT_K) + v, row, to, full, true, policy);
+    };
+    for (int tile = p.tile; tile <= end && p.tile < end; tile++) {
+        if (tile < end) {
+            bar_wait(k_empty + k.stage, k.phase ^ 1);
+            load(tile, 0, ks + k.stage * STAGE, k_full + k.stage);
+            k.next();
+        }
+        if (tile == p.tile) continue;
         bar_wait(v_empty + v.stage, v.phase ^ 1);
-        load_tile<2, D, TILE>(p, tail ? TAIL_V : CONTEXT_V, row, vs + v.stage * STAGE, v_full + v.stage, true, policy);
+        load(tile - 1, 1, vs + v.stage * STAGE, v_full + v.stage);
         v.next();
     }
 }
@@ -1869,9 +1891,9 @@ template <int D> struct WgmmaPlaces {
     uint64_t *k_full, *k_empty, *v_full, *v_empty, *more; /* more: barriers of Q */
     DKV__DEVICE WgmmaPlaces() {
         extern __shared__ __align__(1024) char shared[];
-        ks = shared, vs = ks + S::STAGES * S::STAGE, qs = vs + S::STAGES * S::STAGE;
-        k_full = (uint64_t *)(qs + 2 * S::Q), k_empty = k_full + S::STAGES, v_full = k_empty + S::STAGES;
-        v_empty = v_full + S::STAGES, more = v_empty + S::STAGES;
+        ks = shared, vs = ks + S::K_STAGES * S::STAGE, qs = vs + S::V_STAGES * S::STAGE;
+        k_full = (uint64_t *)(qs + 2 * S::Q), k_empty = k_full + S::K_STAGES, v_full = k_empty + S::K_STAGES;
+        v_empty = v_full + S::V_STAGES, more = v_empty + S::V_STAGES;
     }
 };
 
@@ -1892,24 +1914,23 @@ template <int D> DKV__DEVICE void store_part(float *slot, int r, const float (&o
    found here again they cost registers that are not there. */
 template <class T, int D, class Look, class Soften, class Between, class Last>
 DKV__DEVICE void attend_keys(float (&o)[D / 8][4], float (&s)[16][4], float (&sum)[2], float (&alpha)[2], uint32_t q_at,
-                             Ring<WgmmaShape<D>::STAGES> &k, Ring<WgmmaShape<D>::STAGES> &v, int begin, int end,
+                             Ring<WgmmaShape<D>::K_STAGES> &k, Ring<WgmmaShape<D>::V_STAGES> &v, int begin, int end,
                              int tid, int own, Look look, Soften soften, Between between, Last last) {
     typedef WgmmaShape<D> S;
     const WgmmaPlaces<D>  x;
     uint32_t              weight[8][4];
     auto scores = [&] {
-        const uint32_t at = shared_address(x.ks + k.stage * S::STAGE);
+        const uint64_t to = descriptor(q_at, 1), from = descriptor(shared_address(x.ks + k.stage * S::STAGE), 1);
 #pragma unroll
-        for (int c = 0; c < D / 16; c++) {
-            wgmma_scores<T>(s, descriptor(q_at + c / 4 * S::M * 128 + c % 4 * 32, 1),
-                            descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
-        }
+        for (int c = 0; c < D / 16; c++)
+            wgmma_scores<T>(s, further(to, c / 4 * S::M * 128 + c % 4 * 32),
+                            further(from, c / 4 * TILE * 128 + c % 4 * 32), c > 0);
         wgmma_commit();
     };
     auto mix = [&](int add) {
-        const uint32_t at = shared_address(x.vs + v.stage * S::STAGE);
+        const uint64_t from = descriptor(shared_address(x.vs + v.stage * S::STAGE), TILE * 128);
 #pragma unroll
-        for (int j = 0; j < 8; j++) wgmma_mix<T>(o, weight[j], descriptor(at + j * 16 * 128, TILE * 128), add | j);
+        for (int j = 0; j < 8; j++) wgmma_mix<T>(o, weight[j], further(from, j * 16 * 128), add | j);
         wgmma_commit();
     };
     auto weigh = [&] {
@@ -1970,18 +1991,17 @@ template <class T, int D>
 __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const __grid_constant__ Work w) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef WgmmaShape<D> S;
-    constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES, CONSUMING = 128 * GROUPS;
+    constexpr int         M = S::M, GROUPS = S::GROUPS, CONSUMING = 128 * GROUPS;
     extern __shared__ __align__(1024) char shared[]; /* as WgmmaPlaces, with which ptxas orders the softmax otherwise */
-    char     *ks = shared, *vs = ks + STAGES * S::STAGE, *qs = vs + STAGES * S::STAGE;
-    uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + STAGES, *v_full = k_empty + STAGES,
-             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2, *piece_full = q_empty + 2;
+    char     *ks = shared, *vs = ks + S::K_STAGES * S::STAGE, *qs = vs + S::V_STAGES * S::STAGE;
+    uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + S::K_STAGES, *v_full = k_empty + S::K_STAGES,
+             *v_empty = v_full + S::V_STAGES, *q_full = v_empty + S::V_STAGES, *q_empty = q_full + 2,
+             *piece_full = q_empty + 2;
     Piece    *pieces = (Piece *)(k_full + 32); /* a piece comes with its queries; none: the end */
     const int group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            bar_init(k_full + i, 1), bar_init(v_full + i, 1);
-            bar_init(k_empty + i, GROUPS), bar_init(v_empty + i, GROUPS);
-        }
+        for (int i = 0; i < S::K_STAGES; i++) bar_init(k_full + i, 1), bar_init(k_empty + i, GROUPS);
+        for (int i = 0; i < S::V_STAGES; i++) bar_init(v_full + i, 1), bar_init(v_empty + i, GROUPS);
         for (int i = 0; i < 2; i++)
             bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS), bar_init(piece_full + i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -1991,9 +2011,10 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 32 : 88));
-        const int    warp = threadIdx.x / 32;
-        Ring<STAGES> k, v;
-        Ring<2>      q;
+        const int         warp = threadIdx.x / 32;
+        Ring<S::K_STAGES> k;
+        Ring<S::V_STAGES> v;
+        Ring<2>           q;
         Walk         walk;
         const Attention *known = NULL; /* whose tensor maps may be used */
         if (warp == 1) {
@@ -2017,7 +2038,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                 if (p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
                 known = p.a;
                 __syncwarp();
-                if (lane == 0) load_keys<D, STAGES>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
+                if (lane == 0) load_keys<D>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
                 __syncwarp();
             } else {
                 if (p.a) gather_queries<T, D, M>(p, qs + q.stage * S::Q, threadIdx.x - 32);
@@ -2028,7 +2049,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 160 : 208));
         const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
-        Ring<STAGES> k, v;
+        Ring<S::K_STAGES> k;
+        Ring<S::V_STAGES> v;
         Ring<2>      q;
         if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
         for (;;) {
@@ -4186,8 +4208,11 @@ DKV__DEVICE bool gated_next(GatedWalk &x, GatedPiece &p, const GatedWork &w) {
 }
 
 /* What consumers must know of a tile in the ring. */
-struct Sight { int len, first, last, edge, tile; float bias; };
-DKV__DEVICE int sees(const Sight &x, int qi) { return qi < x.first || qi >= x.last ? 0 : least(x.len, qi - x.edge); }
+struct alignas(16) Sight { int len, first, last, edge, tile; float bias; };
+DKV__DEVICE int sees(const Sight &x, int qi) {
+    const int n = least(x.len, qi - x.edge);
+    return qi < x.first || qi >= x.last ? 0 : n;
+}
 
 /* Tile i of a piece: where its keys are, and who sees them. Entries are read 32 at a time, one per lane. */
 struct TileReader {
@@ -4237,8 +4262,7 @@ DKV__DEVICE Attention target_of(const GatedContext &c, const Suffix &s, int side
 
 template <int D> struct GatedShape {
     typedef WgmmaShape<D> S;
-    static constexpr int RINGS = 2 * S::STAGES * S::STAGE + 2 * S::Q;
-    static constexpr int SHARED = RINGS + 256 + (int)(S::STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
+    static constexpr int SHARED = S::RINGS + 256 + (int)(S::K_STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -4264,7 +4288,7 @@ DKV__DEVICE void acquire_maps(const GatedPiece &p, const GatedContext *&known) {
     known = p.c;
 }
 
-/* Walks, and keeps the rings full: pieces with their Q, tiles as K, V, K, V. By one warp. */
+/* Walks, and keeps the rings full: pieces with their Q, K of a tile before V of the tile before. By one warp. */
 template <int D>
 DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight *sights, GatedPiece *pieces) {
     typedef WgmmaShape<D> S;
@@ -4272,7 +4296,8 @@ DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight
     uint64_t *const       q_full = x.more, *const q_empty = q_full + 2;
     const uint64_t        policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
     const bool            leads = (threadIdx.x & 31) == 0;
-    Ring<S::STAGES>       k, v;
+    Ring<S::K_STAGES>     k;
+    Ring<S::V_STAGES>     v;
     Ring<2>               q;
     GatedPiece            p;
     GatedWalk             walk = gated_walk(w, w.sides);
@@ -4292,24 +4317,29 @@ DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight
             load_boxes<D, M, M>(x.qs + q.stage * S::Q, &w.q, (int)first_row<M>(p), 0, q_full + q.stage,
                                 policy_evict_normal());
         TileReader reader;
+        int        row = 0; /* of the tile before, whose V follows this one's K */
+        auto       load_v = [&](bool own) {
+            bar_wait(x.v_empty + v.stage, v.phase ^ 1);
+            bar_expect(x.v_full + v.stage, S::STAGE);
+            load_boxes<D, TILE, TILE>(x.vs + v.stage * S::STAGE, own ? &w.own_v : &p.c->v, row, own ? 0 : p.g,
+                                      x.v_full + v.stage, policy);
+            v.next();
+        };
         for (int i = p.tile; i < p.end; i++) {
             if ((i - p.tile) % 32 == 0) reader.read(p, i);
             const int4 e = reader.get((i - p.tile) % 32);
             if (!leads) continue;
             const bool own = i >= p.opens;
-            const int  row = own ? key0 + e.x : e.x, head = own ? 0 : p.g;
             bar_wait(x.k_empty + k.stage, k.phase ^ 1);
             sights[k.stage] = sight_of(p, i, e);
             bar_expect(x.k_full + k.stage, S::STAGE);
-            load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, row, head,
-                                      x.k_full + k.stage, policy);
+            load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, own ? key0 + e.x : e.x,
+                                      own ? 0 : p.g, x.k_full + k.stage, policy);
             k.next();
-            bar_wait(x.v_empty + v.stage, v.phase ^ 1);
-            bar_expect(x.v_full + v.stage, S::STAGE);
-            load_boxes<D, TILE, TILE>(x.vs + v.stage * S::STAGE, own ? &w.own_v : &p.c->v, row, head,
-                                      x.v_full + v.stage, policy);
-            v.next();
+            if (i > p.tile) load_v(i - 1 >= p.opens);
+            row = own ? key0 + e.x : e.x;
         }
+        if (leads && p.tile < p.end) load_v(p.end - 1 >= p.opens);
         __syncwarp();
     }
 }
@@ -4331,16 +4361,14 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef WgmmaShape<D> S;
     const WgmmaPlaces<D>  x;
-    constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES;
+    constexpr int         M = S::M, GROUPS = S::GROUPS;
     uint64_t *const       q_full = x.more, *const q_empty = q_full + 2;
     Sight *const          sights = (Sight *)(x.k_full + 32);
-    GatedPiece *const     pieces = (GatedPiece *)(sights + STAGES);
+    GatedPiece *const     pieces = (GatedPiece *)(sights + S::K_STAGES);
     const int             group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            bar_init(x.k_full + i, 1), bar_init(x.v_full + i, 1);
-            bar_init(x.k_empty + i, GROUPS), bar_init(x.v_empty + i, GROUPS);
-        }
+        for (int i = 0; i < S::K_STAGES; i++) bar_init(x.k_full + i, 1), bar_init(x.k_empty + i, GROUPS);
+        for (int i = 0; i < S::V_STAGES; i++) bar_init(x.v_full + i, 1), bar_init(x.v_empty + i, GROUPS);
         for (int i = 0; i < 2; i++) bar_init(q_full + i, 1), bar_init(q_empty + i, GROUPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -4353,8 +4381,9 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 208));
     const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
-    Ring<STAGES> k, v;
-    Ring<2>      q;
+    Ring<S::K_STAGES> k;
+    Ring<S::V_STAGES> v;
+    Ring<2>           q;
     if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
     for (;; q.next()) {
         const GatedPiece &p = pieces[q.stage];
@@ -4368,7 +4397,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
         int                 seen[2], len = 0, len_before;
         float               bias;
         auto look = [&](int) {
-            const Sight &y = sights[k.stage];
+            const Sight y = sights[k.stage];
             len_before = len, len = y.len;
             seen[0] = sees(y, qi[0]), seen[1] = sees(y, qi[1]), bias = y.bias;
         };
@@ -4585,10 +4614,18 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
         const int           qi[2] = {(p.m * M + r) / c.G, (p.m * M + r + 8) / c.G}, end = p.end, begin = p.tile;
         const float4       *stats = w.stats + first_row<M>(p) + r, stat0 = __ldcg(stats), stat1 = __ldcg(stats + 8);
         const float         lse[2] = {stat0.x, stat1.x}, delta[2] = {stat0.y, stat1.y}, unlift[2] = {stat0.z, stat1.z};
-        const uint32_t      q_at = shared_address(x.qs) + own * 64 * 128, g_at = shared_address(x.gs) + own * 64 * 128;
+        const uint64_t      q_at = descriptor(shared_address(x.qs) + own * 64 * 128, 1);
+        const uint64_t      g_at = descriptor(shared_address(x.gs) + own * 64 * 128, 1);
         uint32_t            q[D / 16][4], weight[4][4];
         float               dq[D / 8][4], s[8][4], dp[8][4], sum[2] = {0.0f, 0.0f};
         int                 before = -1; /* the stage whose K the last product still reads */
+        float               all = 0.0f;  /* this thread's sum of dS of the last tile that is done */
+        int                 tile = -1;   /* and which one that is */
+        auto leave = [&] {
+            for (int j = 16; j; j >>= 1) all += __shfl_xor_sync(~0u, all, j);
+            const int64_t cell = c.first_open + (int64_t)p.g * c.tiles + tile;
+            if (lane == 0 && tile >= 0) w.partial[(cell * w.blocks + p.m) * S::WARPS + warp] = all;
+        };
 #pragma unroll
         for (int i = 0; i < D / 16 && D == 128; i++)
             ldmatrix(q[i], shared_address(x.qs) + tile_offset<128, M>(warp * 16 + (lane & 15), 2 * i + (lane >> 4)));
@@ -4599,34 +4636,41 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
             for (int h = 0; h < len; h += CHUNK) {
                 const uint32_t at = shared_address(x.ring + k.stage * S::STAGE);
                 bar_wait(x.full + k.stage, k.phase);
-                const Sight &y = x.sights[k.stage];
+                const Sight y = x.sights[k.stage];
                 len = y.len;
                 if (len - h < CHUNK) /* what follows may be closed, and NaN, which no 0 of dS hides */
                     clear_rows<D, CHUNK, 128>(x.ring + k.stage * S::STAGE, len - h, tid % 128, 4 + own);
-                const int   seen[2] = {sees(y, qi[0]) - h, sees(y, qi[1]) - h}, tile = y.tile;
-                const float from[2] = {lse[0] - y.bias, lse[1] - y.bias};
+                const uint64_t k_at = descriptor(at, 1), v_at = further(k_at, S::STAGE / 2);
                 wgmma_fence();
 #pragma unroll
                 for (int j = 0; j < D / 16; j++) {
-                    const uint64_t k_at = descriptor(at + j / 4 * CHUNK * 128 + j % 4 * 32, 1);
-                    if (D == 128) wgmma_scores<T>(s, q[j], k_at, j > 0);
-                    else wgmma_scores<T>(s, descriptor(q_at + j * 32, 1), k_at, j > 0);
+                    const uint64_t kj = further(k_at, j / 4 * CHUNK * 128 + j % 4 * 32);
+                    if (D == 128) wgmma_scores<T>(s, q[j], kj, j > 0);
+                    else wgmma_scores<T>(s, further(q_at, j * 32), kj, j > 0);
                 }
                 wgmma_commit();
 #pragma unroll
                 for (int j = 0; j < D / 16; j++)
-                    wgmma_scores<T>(dp, descriptor(g_at + j / 4 * M * 128 + j % 4 * 32, 1),
-                                    descriptor(at + S::STAGE / 2 + j / 4 * CHUNK * 128 + j % 4 * 32, 1), j > 0);
+                    wgmma_scores<T>(dp, further(g_at, j / 4 * M * 128 + j % 4 * 32),
+                                    further(v_at, j / 4 * CHUNK * 128 + j % 4 * 32), j > 0);
                 wgmma_commit();
+                if (h == 0 && i > begin) leave(); /* while they run */
+                const int   seen[2] = {sees(y, qi[0]) - h, sees(y, qi[1]) - h};
+                const float from[2] = {lse[0] - y.bias, lse[1] - y.bias};
                 wgmma_wait<1>();
                 settle(s);
                 if (before >= 0 && tid % 128 == 0) bar_arrive(x.empty + before); /* dQ before it is done, too */
                 before = k.stage;
+                int signs = 0;
 #pragma unroll
                 for (int n = 0; n < 8; n++) {
 #pragma unroll
-                    for (int u = 0; u < 4; u++) s[n][u] = exp2_fast(fmaf(s[n][u], times, -from[u >> 1]));
+                    for (int u = 0; u < 4; u++) {
+                        s[n][u] = exp2_fast(fmaf(s[n][u], times, -from[u >> 1]));
+                        signs |= __float_as_int(s[n][u]);
+                    }
                 }
+                if (signs < 0) __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
                 wgmma_wait<0>();
                 settle(dp);
 #pragma unroll
@@ -4650,20 +4694,16 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const int add = (i > begin || h > 0) | j;
-                    wgmma_mix<T>(dq, weight[j], descriptor(at + j * 16 * 128, CHUNK * 128), add);
+                    wgmma_mix<T>(dq, weight[j], further(descriptor(at, CHUNK * 128), j * 16 * 128), add);
                 }
                 wgmma_commit();
                 k.next();
                 if (h + CHUNK < len) continue;
-                float all = sum[0] * unlift[0] + sum[1] * unlift[1];
-                for (int j = 16; j; j >>= 1) all += __shfl_xor_sync(~0u, all, j);
-                if (lane == 0 && tile >= 0) {
-                    const int64_t cell = c.first_open + (int64_t)p.g * c.tiles + tile;
-                    w.partial[(cell * w.blocks + p.m) * S::WARPS + warp] = all;
-                }
+                all = sum[0] * unlift[0] + sum[1] * unlift[1], tile = y.tile;
                 sum[0] = sum[1] = 0.0f;
             }
         }
+        if (begin < end) leave();
         wgmma_wait<0>();
         settle(dq);
         if (before >= 0 && tid % 128 == 0) bar_arrive(x.empty + before);
