@@ -105,18 +105,18 @@ static void learn_context(engine *e, learning *x, const course *how, int t, int 
     static int32_t ids[T_c];
     lm_haystack h;
     char err[256];
-    const int open = t >= how->relaxed, parts = manner_of(how)->parts;
-    if (lm_needles_context(e->needles, &h, ids, c / 2 % 2, c / 4, t / parts % ROUNDS, c % 2, err, sizeof err))
+    const manner *m = manner_of(how);
+    if (lm_needles_context(e->needles, &h, ids, c / 2 % 2, c / 4, t / m->parts % ROUNDS, c % 2, err, sizeof err))
         fail_msg("%s", err);
     lm_question q[NEEDLES];
     for (int i = 0; i < NEEDLES; i++) {
         lm_ids suffix = {0};
         CHECK(!lm_needles_query(e->needles, &h, i, &suffix, &q[i].first));
         q[i].tokens = suffix.v, q[i].n = suffix.n;
-        q[i].weight = parts / (double)(D * count[h.needle[i].bin]);
+        q[i].weight = m->parts / (double)(D * count[h.needle[i].bin]);
     }
     lm_exam exam = {prefill(e, ids), q, NEEDLES, (uint32_t)c};
-    lm_gating g = {{L, H, Hkv, how->bins, manner_of(how)->tied}, D / how->bins * W, S, R, x->a, open ? x->open : NULL, 3,
+    lm_gating g = {{L, H, Hkv, how->bins, m->tied}, D / how->bins * W, S, R, x->a, t < how->relaxed ? NULL : x->open, 3,
                    (uint32_t)t};
     double loss;
     if (lm_learn(e->learner, &exam, 1, &g, da, &loss, NULL)) fail_msg("%s", lm_error(e->m));

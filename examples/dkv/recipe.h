@@ -12,7 +12,7 @@ enum { PER_KV_HEAD, PER_QUERY_HEAD };
    halving every `half` steps, and stays there for B, in which the rate goes linearly to rate_end. The fall is the same
    for every rho, as far as it goes. */
 typedef struct {
-    int64_t needles, parts;      /* in a context; steps that a round of questions is shared among: 1, or 2, its wordings */
+    int64_t needles, parts;      /* in a context; steps that share a round of questions: 1, or 2 of one wording each */
     int64_t A, B, ramp;
     double rate, rate_end, lambda, from, half;
     int gates, budget;           /* PER_..., dkv_budget */

@@ -117,8 +117,8 @@ static void grade_batch(void *user, const lm_exam *e, int64_t n, int64_t first) 
               hms((seconds() - x->opened) / (double)(first + n) * (double)(x->contexts - first - n)));
 }
 
-/* Window k: T_c tokens from k * window on are the context, the next ones the question. Where contexts begin with BOS, it
-   replaces the first, which no later window has. */
+/* Window k: T_c tokens from k * window on are the context, the next ones the question. Where contexts begin with BOS,
+   it replaces the first, which no later window has. */
 static void grade_window(exams *x, int32_t *tokens, int64_t k) {
     int32_t *context = tokens + k * window, bos = lm_bos(x->tokenizer);
     if (bos >= 0) context[0] = bos;

@@ -4,9 +4,9 @@
                       -> stage 2: exact Top-K forward, gradients straight through the relaxed gates
                       -> for each rho, where the budget has fallen so far: some steps more, and the same Top-K, exported
 
-   A step asks about every bin in both kinds, of a round of questions: in both wordings or, with a recipe of two parts,
-   in one. Rounds take turns. Everything follows from the options and the seed, so a run that goes on from its state ends
-   in the same bits. */
+   A step asks about every bin in both kinds: a round of questions or, with a recipe of two parts, its one wording or
+   the other. Rounds take turns. Everything follows from the options and the seed, so a run that goes on from its state
+   ends in the same bits. */
 #define _GNU_SOURCE
 #include "exams.h"
 #include "recipe.h"
@@ -34,12 +34,12 @@ static const char SYNOPSIS[] = "dkv train -m MODEL.gguf [-s S.dks] --rho RATIO -
 static const char NOTES[] =
     "recipes     ours        one gate per KV head, a budget in cells that falls from 0.6, halving every 32 steps; 8\n"
     "                        steps before, 24 after, each in one wording; lr 0.1, 8 needles in a context; the penalty\n"
-    "                        grows with the third power of the expected share in budgets, lambda 2\n"
+    "                        grows with the third power of expected share / budget, lambda 2\n"
     "            reference   the paper's: one gate per query head, a logical budget; 16 + 28 steps, lr 0.01,\n"
     "                        lambda 0.5, 4 needles\n"
-    "Other options change one thing of the recipe. Lengths and bins are those of the scores; without scores all gates\n"
-    "start alike, and --ctx, --bin-width, --sink and --recent are as in dkv probe. Several --rho share the fall of the\n"
-    "budget, the largest first, each as if it were alone, and P.dkv becomes P-RHO.dkv.\n"
+    "Other options change one thing of the recipe. Lengths and bins are those of the scores; without scores all\n"
+    "gates start alike, and --ctx, --bin-width, --sink and --recent are as in dkv probe. Several --rho share the fall\n"
+    "of the budget, the largest first; each becomes what it would alone, and P.dkv becomes P-RHO.dkv.\n"
     "--resume FILE writes the state there after every step and goes on from it: the same pattern, bit for bit.\n"
     "--json prints a line per step: step, stage, rho, loss, expected (share kept, of relaxed gates), logical and\n"
     "physical (of the mask), churn (share of its bits that were not in the last one), exact (share of questions\n"
@@ -132,8 +132,8 @@ static void check_arguments(const recipe *given) {
 
 /* ---- training ------------------------------------------------------------ */
 
-/* What a run goes on from: one block. Parameters, AdamW's two moments; the same where the fall of the budget had come to
-   this rho, and the next one goes on. */
+/* What a run goes on from: one block. Parameters, AdamW's two moments; the same where the fall of the budget had come
+   to this rho, and the next one goes on. */
 typedef struct {
     int64_t rho, step;  /* which of the rhos; steps taken */
     float x[];          /* [2][3][n], then the last mask, [L][H][g.D] bytes */
