@@ -117,15 +117,18 @@ static void try(int failed, const char *err) {
     if (failed) fail("%s", err);
 }
 
-int kind_of(const exams *x, int64_t context) {
-    return (int)(context % x->per_round * LM_KINDS / x->per_round);
+/* Of which manifest of its round a context is. */
+static int manifest_of(const exams *x, int64_t context) {
+    return (int)(context % x->per_round * LM_KINDS * LM_WORDINGS / x->per_round);
 }
 
+int kind_of(const exams *x, int64_t context) { return manifest_of(x, context) % LM_KINDS; }
+
 static void make_context(const exams *x, lm_haystack *h, int32_t *ids, int64_t c) {
-    const int64_t manifest = x->per_round / (LM_KINDS * LM_WORDINGS), at = c % x->per_round;
+    const int64_t contexts = x->per_round / (LM_KINDS * LM_WORDINGS); /* of a manifest */
     char err[256];
-    try(lm_needles_context(x->needles, h, ids, kind_of(x, c), (int)(at / manifest % LM_WORDINGS), c / x->per_round,
-                           at % manifest, err, sizeof err), err);
+    try(lm_needles_context(x->needles, h, ids, kind_of(x, c), manifest_of(x, c) / LM_KINDS, c / x->per_round,
+                           c % contexts, err, sizeof err), err);
 }
 
 static void make_question(exams *x, const lm_haystack *h, int64_t i, int64_t at, const double *weight) {

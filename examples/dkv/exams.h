@@ -1,8 +1,8 @@
 /* exams.h: what probe, train and score share: a model, questions about needles in contexts, and the contexts' caches.
 
-   A round is a manifest of each kind and wording (needles.h); a train step takes one round. Context c of all rounds is
-   number c % per_round of round c / per_round; its questions are question[c * per_context ..]. Nothing of a context is
-   kept but its questions and, as far as memory allows, its cache: tokens are made again where they are needed. */
+   A round is a manifest of each wording and kind (needles.h), in this order: its halves are its wordings. Context c of
+   all rounds is number c % per_round of round c / per_round; its questions are question[c * per_context ..]. Nothing of
+   a context is kept but its questions and, as far as memory allows, its cache: tokens are made again where needed. */
 #ifndef EXAMS_H
 #define EXAMS_H
 
