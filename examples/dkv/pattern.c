@@ -88,21 +88,20 @@ static void find_bins(void) {
 
 /* ---- kinds --------------------------------------------------------------- */
 
-/* Each set of wanted bits of the L * rows * D is as likely as another: selection sampling, Knuth's algorithm S. */
-static void fill_random(dkv_pattern *p, int64_t rows, int64_t wanted) {
-    uint64_t state = p->seed;
-    int64_t left = L * rows * D;
-    for (int64_t i = 0; i < L * rows * D; i++, left--)
-        if (uniform(&state) * (double)left < (double)wanted) {
-            set_row_bit(p, i / D / rows, i / D % rows, rows, i % D);
-            wanted--;
-        }
+/* Each set of wanted ones of n is as likely as another: selection sampling, Knuth's algorithm S. */
+static void mark_random(unsigned char *to, int64_t n, int64_t wanted, uint64_t state) {
+    for (int64_t i = 0; i < n; i++)
+        if (uniform(&state) * (double)(n - i) < (double)wanted) to[i] = 1, wanted--;
 }
 
 static void fill_budget(dkv_pattern *p, int64_t rows) {
-    int64_t wanted = llrint(p->rho * (double)(L * rows * D));
-    if (kind == RANDOM) fill_random(p, rows, wanted);
-    else fill_nearest(p, rows, wanted);
+    const int64_t n = L * rows * D, wanted = llrint(p->rho * (double)n);
+    unsigned char *mark = allocate((size_t)n, 1);
+    if (kind == RANDOM) mark_random(mark, n, wanted, p->seed);
+    else mark_nearest(mark, L * rows, D, wanted);
+    for (int64_t i = 0; i < n; i++)
+        if (mark[i]) set_row_bit(p, i / D / rows, i / D % rows, rows, i % D);
+    free(mark);
 }
 
 static void fill_heads(dkv_pattern *p) {
