@@ -168,8 +168,9 @@ static int64_t measure_mask(char *text) {
 }
 
 static void fill_mask(dkv_pattern *p, char *text, int64_t rows) {
+    static bool *seen; /* [L][rows]; static, as it must stay reachable where fail ends the program */
     mask_reader m = {.next = text};
-    bool *seen = allocate((size_t)(L * rows), sizeof *seen);
+    seen = allocate((size_t)(L * rows), sizeof *seen);
     while (next_mask_row(&m)) {
         if (m.l < 0 || m.l >= L || m.row < 0 || m.row >= rows)
             fail("%s:%d: no layer %lld head %lld in %lld layers of %lld", mask, m.line, (long long)m.l,
