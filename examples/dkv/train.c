@@ -324,8 +324,8 @@ static void say_time(trainer *t) {
     const double relaxed = t->state->step < r.A ? (double)(r.A - t->state->step) : 0;
     const double learning = (double)x->per_round * (relaxed * s.stage[0] + (left - relaxed) * s.stage[1]);
     const double all = prefill * (double)t->prefills + learning;
-    fprintf(stderr, "train: a context takes %.3g s to prefill, and %.3g or, in stage 2, %.3g s to learn from; a step of "
-            "%lld contexts %s, all %s\n", prefill, s.stage[0], s.stage[1], (long long)x->per_round, hms(all / left),
+    fprintf(stderr, "train: a context takes %.3g s to prefill, and %.3g or, in stage 2, %.3g s to learn from; a step "
+            "of %lld contexts %s, all %s\n", prefill, s.stage[0], s.stage[1], (long long)x->per_round, hms(all / left),
             hms(all));
 }
 

@@ -191,8 +191,8 @@ static __device__ void store(bf16 *to, float x) { *to = __float2bfloat16(x); }
 static __device__ void store(__half *to, float x) { *to = __float2half(x); }
 
 /* Rounds q, k, v [n][heads][d] to 16 bits, the first n_rot dimensions of all but v's heads rotated. Grid: pieces of the
-   heads from first on, n; a thread per pair of an even d. half_split: pairs are (j, j + pairs), else (2j, 2j + 1). Blocks
-   of MANY: those of a head each, or of THREADS in what follows, are started more slowly than they read. */
+   heads from first on, n; a thread per pair of an even d. half_split: pairs are (j, j + pairs), else (2j, 2j + 1).
+   Blocks of MANY, here and in what follows: smaller ones are started more slowly than they read and write. */
 template <typename T>
 static __global__ void rotate_kernel(T *to, const float *from, const float2 *rope, int first, int heads, int rotated,
                                      int d, int pairs, bool half_split) {
