@@ -615,6 +615,7 @@ typedef struct dkv_cuda_work {
     const int64_t *lengths;
     int64_t n, items, items_at, arrived_at, rows, longest;
     int32_t ctas, blocks, split, kernel, type, d, tma, shared, overlap;
+    uint64_t map[64];
 } dkv_cuda_work;
 
 /* Prepares a[0..n-1] once for any number of launches: tile lists and tensor maps go to block (device, 128-byte

@@ -264,8 +264,30 @@ bool is_vector(const dkv_tensor &t) {
 
 /* ---- host ---- */
 
+
 dkv_result launched() { return cudaPeekAtLastError() == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
 dkv_result did(cudaError_t e) { return e == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
+
+/* On sm_90 the next kernel's launch overlaps the end of the one before it. */
+template <class... A>
+dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, bool overlaps, cudaStream_t stream,
+                  const A &...a) {
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid;
+    c.blockDim = dim3((unsigned)threads);
+    c.dynamicSmemBytes = (size_t)shared;
+    c.stream = stream;
+    c.attrs = &overlap;
+    c.numAttrs = overlaps;
+    if (shared > 48 << 10) {
+        dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        if (r) return r;
+    }
+    return did(cudaLaunchKernelEx(&c, kernel, a...));
+}
 
 struct Device {
     int arch, sms, shared; /* compute capability, multiprocessors, bytes of shared memory a CTA may have */
@@ -396,33 +418,47 @@ struct PackSide {
     float     *scale;      /* [Hkv][d'], 8-bit only: largest magnitudes until they are made scales */
     int        d, row, vector, copy; /* row bytes; from has 16-byte rows; and is of the same type */
 };
-struct PackLayer { /* grid: (tiles of the longest head, heads), from head g on */
+struct PackLayer { /* grid: (tiles of all heads, sides) */
     PackSide       side[2];
     const int64_t *first, *rows; /* of the layer, on the device */
     const dkv_run *runs;
-    int            g;
+    int            Hkv;
     dkv_type       type;
 };
-struct PackHead { /* what a CTA needs of it */
-    const dkv_run *runs;
-    int64_t        rows, base; /* base: its first packed row */
+struct PackTile { /* of the line of all heads' tiles, the x-th, and so the x-th of the packed layer */
+    const dkv_run *runs;  /* of its head */
+    int64_t        rows, tile; /* the head's; which of its tiles */
     int            n_runs, g;
 };
-DKV__DEVICE PackHead pack_head(const PackLayer &p) {
-    PackHead h;
-    h.g = p.g + blockIdx.y;
-    h.runs = p.runs + p.first[h.g];
-    h.n_runs = (int)(p.first[h.g + 1] - p.first[h.g]);
-    h.rows = p.rows[h.g];
-    h.base = 0;
-    for (int i = 0; i < h.g; i++) h.base += round_up(p.rows[i], TILE);
-    return h;
+DKV__DEVICE PackTile pack_tile_at(const PackLayer &p, int64_t x) { /* x < tiles; by whole warps */
+    const int lane = threadIdx.x & 31;
+    int64_t   before = 0;
+    for (int g0 = 0;; g0 += 32) {
+        const int     g = least(g0 + lane, p.Hkv - 1);
+        const int64_t rows = g0 + lane < p.Hkv ? p.rows[g] : 0, tiles = ceil_div(rows, TILE), first = p.first[g];
+        const int     n_runs = (int)(p.first[g + 1] - first);
+        int64_t       upto = tiles;
+        for (int j = 1; j < 32; j <<= 1) {
+            int64_t y = __shfl_up_sync(~0u, upto, j);
+            upto += lane >= j ? y : 0;
+        }
+        const unsigned open = __ballot_sync(~0u, before + upto > x);
+        if (open || g0 + 32 >= p.Hkv) {
+            const int i = __ffs(open | 1u << 31) - 1;
+            return PackTile{p.runs + __shfl_sync(~0u, first, i), __shfl_sync(~0u, rows, i),
+                            x - before - __shfl_sync(~0u, upto - tiles, i), __shfl_sync(~0u, n_runs, i), g0 + i};
+        }
+        before += __shfl_sync(~0u, upto, 31);
+    }
 }
 
-/* Where the 128 rows of this CTA's tile come from; -1: padding. Runs are found by a 32-ary search of one warp, and
-   each row's run among those of the tile by halving. */
-DKV__DEVICE void tile_positions(const PackHead &h, int64_t tile, int64_t *position, dkv_run *runs, int *found) {
-    const int tid = threadIdx.x, lane = tid & 31;
+constexpr int64_t NOWHERE = INT64_MIN; /* padding comes from there */
+
+/* Offsets in the source of the 128 rows of a tile. Runs are found by a 32-ary search of one warp, and each row's run
+   among those of the tile by halving. */
+DKV__DEVICE void tile_offsets(const PackTile &h, const dkv_tensor &t, int64_t *offset, dkv_run *runs, int *found) {
+    const int     tid = threadIdx.x, lane = tid & 31;
+    const int64_t tile = h.tile;
     if (tid < 32) {
         int lo = 0, n = h.n_runs; /* the last run with row <= first row of the tile is in [lo, lo + n) */
         while (n > 1) {
@@ -446,12 +482,24 @@ DKV__DEVICE void tile_positions(const PackHead &h, int64_t tile, int64_t *positi
             lo += before ? half : 0;
             n = before ? n - half : half;
         }
-        position[tid] = row < h.rows ? runs[lo].pos + row - runs[lo].row : -1;
+        const int64_t from = (runs[lo].pos + row - runs[lo].row) * t.stride_token + h.g * t.stride_head;
+        offset[tid] = row < h.rows ? from : NOWHERE;
     }
     __syncthreads();
 }
 
 struct Eight { float x[8]; };
+DKV__DEVICE Eight eight_of(const uint4 &raw, dkv_type type) { /* 16-bit types */
+    const uint32_t pair[4] = {raw.x, raw.y, raw.z, raw.w};
+    Eight          y;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float2 v = type == DKV_F16 ? __half22float2(*(const __half2 *)&pair[j])
+                                   : float2{__uint_as_float(pair[j] << 16), __uint_as_float(pair[j] & 0xffff0000u)};
+        y.x[2 * j] = v.x, y.x[2 * j + 1] = v.y;
+    }
+    return y;
+}
 DKV__DEVICE Eight load8(const char *p, dkv_type type, int64_t stride, bool vector) {
     Eight y;
     if (!vector) {
@@ -460,14 +508,7 @@ DKV__DEVICE Eight load8(const char *p, dkv_type type, int64_t stride, bool vecto
         *(float4 *)y.x = *(const float4 *)p;
         *(float4 *)(y.x + 4) = *(const float4 *)(p + 16);
     } else {
-        const uint4    raw = *(const uint4 *)p;
-        const uint32_t pair[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float2 v = type == DKV_F16 ? __half22float2(*(const __half2 *)&pair[j])
-                                       : float2{__uint_as_float(pair[j] << 16), __uint_as_float(pair[j] & 0xffff0000u)};
-            y.x[2 * j] = v.x, y.x[2 * j + 1] = v.y;
-        }
+        y = eight_of(*(const uint4 *)p, type);
     }
     return y;
 }
@@ -480,14 +521,17 @@ DKV__DEVICE void store8(char *p, dkv_type type, const Eight &y) { /* 16-bit type
     }
     *(uint4 *)p = uint4{pair[0], pair[1], pair[2], pair[3]};
 }
-template <int TYPE> DKV__DEVICE uint32_t bytes_of(float a, float b, float c, float d) { /* rounded to nearest even */
-    if (TYPE == DKV_FP8) {
-        return (uint32_t)__nv_cvt_float2_to_fp8x2(float2{a, b}, __NV_SATFINITE, __NV_E4M3) |
-               (uint32_t)__nv_cvt_float2_to_fp8x2(float2{c, d}, __NV_SATFINITE, __NV_E4M3) << 16;
+/* Rounded to nearest even. i8: |x| <= 127 by its scale, and then the low byte of 1.5 * 2^23 + x is x. */
+template <int TYPE> DKV__DEVICE uint32_t bytes_of(const float *x) {
+    if constexpr (TYPE == DKV_FP8) {
+        return (uint32_t)__nv_cvt_float2_to_fp8x2(float2{x[0], x[1]}, __NV_SATFINITE, __NV_E4M3) |
+               (uint32_t)__nv_cvt_float2_to_fp8x2(float2{x[2], x[3]}, __NV_SATFINITE, __NV_E4M3) << 16;
+    } else {
+        uint32_t y[4];
+#pragma unroll
+        for (int u = 0; u < 4; u++) y[u] = __float_as_uint(x[u] + 12582912.0f);
+        return __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
     }
-    /* |x| <= 127 by its scale */
-    uint32_t lo = __byte_perm((uint32_t)__float2int_rn(a), (uint32_t)__float2int_rn(b), 0x0040);
-    return __byte_perm(lo, __byte_perm((uint32_t)__float2int_rn(c), (uint32_t)__float2int_rn(d), 0x0040), 0x5410);
 }
 
 DKV__DEVICE float scale_from(float top, dkv_type type) {
@@ -495,151 +539,172 @@ DKV__DEVICE float scale_from(float top, dkv_type type) {
     return s < 1.17549435e-38f ? 1.0f : s; /* zeros, or subnormal and as good as zeros; not a NaN */
 }
 
+/* A thread has eight channels of every lanes-th row. */
+constexpr int PACK_ROWS = 4, PACK_TILES = 4; /* rows whose loads are in flight together; tiles that a CTA measures */
+
+/* 16 bytes of rows row, row + lanes, ... Those beyond the tile are its last one, padding its first: loads have no
+   condition, since ptxas would have each wait for the one before. */
+template <int N>
+DKV__DEVICE void load_raw(uint4 (&x)[N], const char *from, const int64_t *offset, int row, int lanes) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        const int64_t at = offset[least(row + k * lanes, TILE - 1)];
+        x[k] = __ldcs((const uint4 *)(from + (at == NOWHERE ? offset[0] : at)));
+    }
+}
+/* Their c-th eight channels as floats, with zeros in place of padding. */
+DKV__DEVICE void load_rows8(Eight (&x)[PACK_ROWS], const PackSide &s, const int64_t *offset, int c, int row,
+                            int lanes) {
+    const char *from = (const char *)s.from.data + c * 8 * s.from.stride_dim;
+    const bool  inside = c * 8 < s.d;
+    if (s.vector && s.from.type != DKV_F32 && inside) {
+        uint4 raw[PACK_ROWS];
+        load_raw(raw, from, offset, row, lanes);
+#pragma unroll
+        for (int k = 0; k < PACK_ROWS; k++) x[k] = eight_of(raw[k], s.from.type);
+    }
+#pragma unroll
+    for (int k = 0; k < PACK_ROWS; k++) {
+        const int64_t at = offset[least(row + k * lanes, TILE - 1)];
+        if (at == NOWHERE || !inside) x[k] = Eight{};
+        else if (!s.vector || s.from.type == DKV_F32)
+            x[k] = load8(from + at, s.from.type, s.from.stride_dim, s.vector);
+    }
+}
+
 /* Rows of one tile. Same type: 16 bytes as they are, eight loads of a thread in flight. */
 __global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t position[TILE];
+    __shared__ int64_t offset[TILE];
     __shared__ dkv_run runs[TILE];
     __shared__ int     found;
-    const PackHead     h = pack_head(p);
-    if ((int64_t)blockIdx.x * TILE >= h.rows) return;
-    tile_positions(h, blockIdx.x, position, runs, &found);
-    for (int i = 0; i < 2; i++) {
-        const PackSide &s = p.side[i];
-        char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row;
-        if (s.copy) {
-            const int chunks = s.row / 16, n = TILE * chunks, real = s.d / 8;
-            for (int j0 = threadIdx.x; j0 < n; j0 += 256 * 8) {
-                uint4 x[8];
+    let_next_start();
+    const PackSide &s = p.side[blockIdx.y];
+    const int       chunks = s.row / 16, lanes = 256 / chunks, c = threadIdx.x % chunks; /* d is a multiple of 8 */
+    char           *to = s.to + (int64_t)blockIdx.x * TILE * s.row + c * 16;
+    tile_offsets(pack_tile_at(p, blockIdx.x), s.from, offset, runs, &found);
+    if (threadIdx.x >= lanes * chunks) return;
+    const bool inside = c * 8 < s.d;
+    if (s.copy) {
+        for (int row = threadIdx.x / chunks; row < TILE; row += lanes * 8) {
+            uint4 x[8];
+            load_raw(x, (const char *)s.from.data + (inside ? 16 * c : 0), offset, row, lanes);
 #pragma unroll
-                for (int u = 0; u < 8; u++) {
-                    int j = j0 + u * 256, row = j / chunks, c = j % chunks;
-                    x[u] = uint4{0, 0, 0, 0};
-                    if (j < n && position[row] >= 0 && c < real) {
-                        x[u] = __ldcs((const uint4 *)(at(s.from, position[row], h.g) + 16 * c));
-                    }
-                }
-#pragma unroll
-                for (int u = 0; u < 8; u++) {
-                    if (j0 + u * 256 < n) *(uint4 *)(to + (j0 + u * 256) * 16) = x[u];
-                }
+            for (int k = 0; k < 8; k++) {
+                const int at = row + k * lanes;
+                if (at >= TILE) break;
+                *(uint4 *)(to + at * s.row) = offset[at] == NOWHERE || !inside ? uint4{0, 0, 0, 0} : x[k];
             }
-            continue;
         }
-        const int chunks = s.row / 16; /* of eight elements; d is a multiple of 8 */
-        for (int j = threadIdx.x; j < TILE * chunks; j += 256) {
-            int   row = j / chunks, c = j % chunks;
-            Eight x = {};
-            if (position[row] >= 0 && c * 8 < s.d) {
-                x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim,
-                          s.vector);
-            }
-            store8(to + (int64_t)row * s.row + c * 16, p.type, x);
+        return;
+    }
+    for (int row = threadIdx.x / chunks; row < TILE; row += lanes * PACK_ROWS) {
+        Eight x[PACK_ROWS];
+        load_rows8(x, s, offset, c, row, lanes);
+#pragma unroll
+        for (int k = 0; k < PACK_ROWS; k++) {
+            if (row + k * lanes < TILE) store8(to + (row + k * lanes) * s.row, p.type, x[k]);
         }
     }
 }
 
-/* A thread has eight channels of every lanes-th row; rows whose loads are in flight together. */
-constexpr int PACK_ROWS = 4;
+/* Magnitudes of two 16-bit floats at once: as integers their order is theirs. */
+DKV__DEVICE void widen_top(uint32_t (&top)[4], const uint4 &x) {
+    top[0] = __vmaxu2(top[0], x.x & 0x7fff7fffu), top[1] = __vmaxu2(top[1], x.y & 0x7fff7fffu);
+    top[2] = __vmaxu2(top[2], x.z & 0x7fff7fffu), top[3] = __vmaxu2(top[3], x.w & 0x7fff7fffu);
+}
 
-/* Largest magnitudes of the head's channels into side.scale: as integers their order is that of the floats, so the
-   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. Tiles in turns. */
-__global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t  position[TILE];
+/* Largest magnitudes of a head's channels into side.scale: as integers their order is that of the floats, so the
+   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. */
+__global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ PackLayer p, int64_t tiles) {
+    __shared__ int64_t  offset[TILE];
     __shared__ dkv_run  runs[TILE];
     __shared__ int      found;
-    __shared__ unsigned top[2][256];
-    const PackHead      h = pack_head(p);
-    unsigned            own[2][8] = {};
-    for (int64_t tile = blockIdx.x; tile * TILE < h.rows; tile += gridDim.x) {
-        tile_positions(h, tile, position, runs, &found);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const PackSide &s = p.side[i];
-            const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-            if (threadIdx.x >= lanes * chunks) continue;
-            for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
-                Eight x[PACK_ROWS];
-#pragma unroll
-                for (int k = 0; k < PACK_ROWS; k++) {
-                    int row = row0 + k * lanes;
-                    x[k] = Eight{};
-                    if (row < TILE && position[row] >= 0) {
-                        x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
-                                     s.from.stride_dim, s.vector);
-                    }
+    __shared__ unsigned top[256];
+    let_next_start();
+    const PackSide &s = p.side[blockIdx.y];
+    const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
+    const int64_t   begin = (int64_t)blockIdx.x * PACK_TILES, end = least(begin + PACK_TILES, tiles);
+    const bool      raw = s.vector && s.from.type != DKV_F32;
+    unsigned        own[8] = {};
+    uint32_t        pair[4] = {};
+    PackTile        h = pack_tile_at(p, begin);
+    top[threadIdx.x] = 0;
+    for (int64_t tile = begin; tile < end; tile++) {
+        tile_offsets(h, s.from, offset, runs, &found);
+        const char *from = (const char *)s.from.data + c * 8 * s.from.stride_dim;
+        for (int row = threadIdx.x / chunks; threadIdx.x < lanes * chunks && row < TILE; row += lanes * 8) {
+            uint4 x[8];
+            if (!raw) {
+                for (int k = 0; k < 8 && row + k * lanes < TILE && offset[row + k * lanes] != NOWHERE; k++) {
+                    const Eight y = load8(from + offset[row + k * lanes], s.from.type, s.from.stride_dim, s.vector);
+                    for (int u = 0; u < 8; u++) own[u] = most(own[u], __float_as_uint(y.x[u]) & 0x7fffffffu);
                 }
-#pragma unroll
-                for (int k = 0; k < PACK_ROWS; k++) {
-#pragma unroll
-                    for (int u = 0; u < 8; u++) {
-                        unsigned a = __float_as_uint(x[k].x[u]) & 0x7fffffffu;
-                        own[i][u] = most(own[i][u], a >= 0x7f800000u ? 0x7fc00000u : a);
-                    }
-                }
+                continue;
             }
+            load_raw(x, from, offset, row, lanes); /* rows twice do no harm */
+#pragma unroll
+            for (int k = 0; k < 8; k++) widen_top(pair, x[k]);
+        }
+        const int g = h.g;
+        if (tile + 1 < end) h = pack_tile_at(p, tile + 1);
+        __syncthreads();
+        if (tile + 1 < end && h.g == g) continue;
+        const Eight y = eight_of(uint4{pair[0], pair[1], pair[2], pair[3]}, s.from.type);
+        for (int u = 0; u < 8; u++) { /* the head ends here, or the CTA does */
+            const unsigned a = most(own[u], __float_as_uint(y.x[u]));
+            if (a) atomicMax(&top[c * 8 + u], a >= 0x7f800000u ? 0x7fc00000u : a);
+            own[u] = pair[u / 2] = 0;
         }
         __syncthreads();
-    }
-    for (int i = 0; i < 2; i++) top[i][threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = 0; i < 2; i++) {
-        const PackSide &s = p.side[i];
-        for (int u = 0; u < 8; u++) {
-            if (own[i][u]) atomicMax(&top[i][threadIdx.x % (s.d / 8) * 8 + u], own[i][u]);
-        }
-        __syncthreads();
-        if (threadIdx.x < s.d && top[i][threadIdx.x]) {
-            atomicMax((unsigned *)s.scale + h.g * (s.row / type_bytes(p.type)) + threadIdx.x, top[i][threadIdx.x]);
+        if (threadIdx.x < s.d && top[threadIdx.x]) {
+            atomicMax((unsigned *)s.scale + g * s.row + threadIdx.x, top[threadIdx.x]);
+            top[threadIdx.x] = 0;
         }
     }
 }
 
-/* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once). */
+/* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once).
+   From the last tile on: what was measured last is still in L2. */
 template <int TYPE> __global__ void __launch_bounds__(256) quantise_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t position[TILE];
+    __shared__ int64_t offset[TILE];
     __shared__ dkv_run runs[TILE];
     __shared__ int     found;
-    const PackHead     h = pack_head(p);
-    if ((int64_t)blockIdx.x * TILE >= h.rows) return;
-    tile_positions(h, blockIdx.x, position, runs, &found);
-    for (int i = 0; i < 2; i++) {
-        const PackSide &s = p.side[i];
-        const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-        char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row + c * 8;
-        float           scale[8], inverse[8];
-        if (threadIdx.x >= lanes * chunks) continue;
-        for (int u = 0; u < 8; u++) {
-            scale[u] = scale_from(s.scale[h.g * s.row + c * 8 + u], p.type);
-            inverse[u] = 1.0f / scale[u];
-        }
-        for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
-            Eight x[PACK_ROWS];
+    let_next_start();
+    const int64_t   tile = gridDim.x - 1 - blockIdx.x;
+    const PackTile  h = pack_tile_at(p, tile);
+    const PackSide &s = p.side[blockIdx.y];
+    const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
+    char           *to = s.to + tile * TILE * s.row + c * 8;
+    float           scale[8], inverse[8];
+    uint32_t        known[2] = {~0u, ~0u}; /* i8: bytes of channels whose scale is no number become 0 */
+    tile_offsets(h, s.from, offset, runs, &found);
+    if (threadIdx.x >= lanes * chunks) return;
 #pragma unroll
-            for (int k = 0; k < PACK_ROWS; k++) {
-                int row = row0 + k * lanes;
-                x[k] = Eight{};
-                if (row < TILE && position[row] >= 0 && c * 8 < s.d) {
-                    x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
-                                 s.from.stride_dim, s.vector);
-                }
+    for (int u = 0; u < 8; u++) scale[u] = s.scale[h.g * s.row + c * 8 + u];
+#pragma unroll
+    for (int u = 0; u < 8; u++) {
+        inverse[u] = __frcp_rn(scale[u]);
+        if (TYPE == DKV_I8 && scale[u] != scale[u]) known[u / 4] &= ~(0xffu << u % 4 * 8);
+    }
+    for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
+        Eight x[PACK_ROWS];
+        load_rows8(x, s, offset, c, row0, lanes);
+#pragma unroll
+        for (int k = 0; k < PACK_ROWS; k++) {
+#pragma unroll
+            for (int u = 0; u < 8; u++) {
+                float y = x[k].x[u] * inverse[u];
+                x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
             }
-#pragma unroll
-            for (int k = 0; k < PACK_ROWS; k++) {
-#pragma unroll
-                for (int u = 0; u < 8; u++) {
-                    float y = x[k].x[u] * inverse[u];
-                    x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
-                }
-                if (row0 + k * lanes >= TILE) continue;
-                *(uint2 *)(to + (int64_t)(row0 + k * lanes) * s.row) =
-                    uint2{bytes_of<TYPE>(x[k].x[0], x[k].x[1], x[k].x[2], x[k].x[3]),
-                          bytes_of<TYPE>(x[k].x[4], x[k].x[5], x[k].x[6], x[k].x[7])};
-            }
+            if (row0 + k * lanes >= TILE) continue;
+            *(uint2 *)(to + (row0 + k * lanes) * s.row) =
+                uint2{bytes_of<TYPE>(x[k].x) & known[0], bytes_of<TYPE>(x[k].x + 4) & known[1]};
         }
     }
 }
 
 __global__ void finish_scales(float *scale, int n, dkv_type type) {
+    let_next_start();
     int i = blockIdx.x * 256 + threadIdx.x;
     if (i < n) scale[i] = scale_from(scale[i], type);
 }
@@ -674,7 +739,11 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     cudaStream_t st = (cudaStream_t)stream;
     char        *data = (char *)mem;
     const bool   scaled = type_bytes(type) == 1;
+    Device       dev;
     PackLayer    p = {};
+    dkv_result   r = device_read(&dev);
+    if (r) return r;
+    const bool overlap = dev.arch >= 90;
     p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k), 0};
     p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v), 0};
     for (PackSide &s : p.side) s.copy = s.vector && s.from.type == type;
@@ -682,21 +751,21 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     p.first = on_device->first + (int64_t)l * plan->Hkv;
     p.rows = on_device->rows + (int64_t)l * plan->Hkv;
     p.runs = on_device->runs;
+    p.Hkv = plan->Hkv;
     p.type = type;
-    int64_t longest = 0;
-    for (int g = 0; g < plan->Hkv; g++) longest = most(longest, ceil_div(rows[g], TILE));
-    dkv_result r = scaled ? did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)(y.bytes - y.k_scale), st)) : DKV_OK;
-    if (!scaled && longest) pack_tile<<<dim3((unsigned)longest, (unsigned)plan->Hkv), 256, 0, st>>>(p);
-    for (p.g = 0; scaled && p.g < plan->Hkv && !r; p.g++) { /* by heads, so that the second reading hits L2 */
-        unsigned tiles = (unsigned)ceil_div(rows[p.g], TILE);
-        if (!tiles) continue;
-        measure_tiles<<<least(tiles, 528u), 256, 0, st>>>(p);
-        if (type == DKV_I8) quantise_tile<DKV_I8><<<tiles, 256, 0, st>>>(p);
-        else quantise_tile<DKV_FP8><<<tiles, 256, 0, st>>>(p);
-    }
+    const int64_t tiles = y.rows / TILE;
+    const dim3    grid((unsigned)tiles, 2);
+    if (scaled) r = did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)(y.bytes - y.k_scale), st));
     if (scaled && !r) {
-        int n = (int)((y.bytes - y.k_scale) / 4);
-        finish_scales<<<(n + 255) / 256, 256, 0, st>>>((float *)(data + y.k_scale), n, type);
+        const dim3 measured((unsigned)ceil_div(tiles, PACK_TILES), 2);
+        const int  n = (int)((y.bytes - y.k_scale) / 4);
+        if (tiles) r = launch(measure_tiles, measured, 256, 0, overlap, st, p, tiles);
+        if (!r)
+            r = launch(finish_scales, (n + 255) / 256, 256, 0, overlap, st, (float *)(data + y.k_scale), n, type);
+    }
+    if (tiles && !r) {
+        auto *kernel = type == DKV_I8 ? quantise_tile<DKV_I8> : type == DKV_FP8 ? quantise_tile<DKV_FP8> : pack_tile;
+        r = launch(kernel, grid, 256, 0, overlap, st, p);
     }
     if (!r) r = launched();
     if (r) return r;
@@ -763,6 +832,9 @@ struct Work { /* kernel parameter */
     int             *arrived; /* [items], zero between launches */
     float           *slots;   /* [2 * CTAs][rows of a block * (D + 2)] */
     int              n_items, blocks, split, tma, stages;
+    int              single, groups; /* there is one attention; CTAs / blocks */
+    uint64_t         inverse;  /* 2^63 / groups, rounded up */
+    CUtensorMap      map[SOURCES]; /* of a batch of one attention: parameters need no fence */
 };
 
 DKV__DEVICE int64_t tail_length(const Work &w, const Item &x) {
@@ -771,13 +843,17 @@ DKV__DEVICE int64_t tail_length(const Work &w, const Item &x) {
 /* Tail rows that query i sees, of a tail of n. */
 DKV__DEVICE int64_t visible(int64_t n, int64_t N_q, int64_t i) { return least(most(n - N_q + 1 + i, (int64_t)0), n); }
 
+DKV__DEVICE int tiles_of(int64_t rows) { return (int)((uint64_t)(rows + TILE - 1) / TILE); }
+
 /* Tiles of context and tail that the row block ending before row end looks at. */
-DKV__DEVICE int tiles_until(const Item &x, int64_t length, int64_t end) {
-    int64_t last = least((end - 1) / x.G, (int64_t)x.N_q - 1);
-    return x.context + (int)ceil_div(visible(length, x.N_q, last), TILE);
+DKV__DEVICE int tiles_until(const Item &x, int64_t length, int end) {
+    const int last = end < x.N_q * x.G ? (end - 1) / x.G : x.N_q - 1;
+    return x.context + tiles_of(visible(length, x.N_q, last));
 }
 
 /* ---- shares of work ---- */
+
+constexpr int START = 2; /* units before an item's first tile: see Walk */
 
 /* Unit at which group c's share begins, of n groups. Called, as are other things that run once per piece: code that is
    run once costs the time it takes to fetch it. */
@@ -802,9 +878,12 @@ DKV__DEVICE int piece_slot(const Pieces &p, int c) {
     if (c > p.last || (p.units < p.groups && share(p.units, p.groups, c) == share(p.units, p.groups, c + 1))) return -1;
     return 2 * (c * p.blocks + p.m) + (c == p.first && p.late);
 }
-/* Of the item with n units from unit on; by a whole warp. */
-__device__ __noinline__ Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m) {
-    Pieces p = {units, groups, blocks, m, group_of(units, groups, unit), group_of(units, groups, unit + n - 1), 0, 0};
+/* Of the item with n units from unit on, the first `start` of them no tiles; by a whole warp. */
+__device__ __noinline__ Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m,
+                                             int start = 0) {
+    Pieces p = {units, groups, blocks, m, 0, 0, 0, 0};
+    p.first = group_of(units, groups, unit + start);
+    p.last = group_of(units, groups, unit + n - 1);
     p.late = share(units, groups, p.first) < unit;
     for (int c = p.first; c <= p.last; c += 32)
         p.count += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
@@ -823,24 +902,21 @@ struct Piece {
     Pieces           all;                            /* and where all of them do */
 };
 
-/* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too.
-   Group c of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at
-   the same time. One warp of a CTA walks, and tells the others by shared memory. */
+/* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too, and
+   START before them: what it costs a CTA to begin another item (queries, a merge), or its share would end last. Group c
+   of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at the same
+   time. One warp of a CTA walks, and tells the others by shared memory. */
 struct Walk { int item, at, pieces, left, unit, units; };
 
 DKV__DEVICE int item_units(const Work &w, const Item &x) {
-    return most(x.context + (int)ceil_div(tail_length(w, x), TILE), 1);
+    return START + most(x.context + tiles_of(tail_length(w, x)), 1);
 }
-
 /* Completes a piece that is not the whole item; by a whole warp. */
 DKV__DEVICE void complete(Piece &p, const Walk &x, const Work &w) {
-    p.all = pieces_of(p.all.first, p.all.units, x.units, gridDim.x / w.blocks, w.blocks, p.m);
+    p.all = pieces_of(p.all.first, p.all.units, x.units, gridDim.x / w.blocks, w.blocks, p.m, START);
 }
 
-DKV__DEVICE int warp_sum(int x) {
-    for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(~0u, x, i);
-    return x;
-}
+DKV__DEVICE int warp_sum(int x) { return __reduce_add_sync(~0u, x); }
 
 /* Units before item, among all; total in *units. */
 DKV__DEVICE int units_before(const Work &w, int item, int *units) {
@@ -861,13 +937,16 @@ DKV__DEVICE Walk walk_begin(const Work &w) {
         x.item = (int)blockIdx.x;
         return x;
     }
-    const int groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
+    const int c = w.blocks == 1 ? blockIdx.x : blockIdx.x / w.blocks;
     int       own = lane < w.n_items ? item_units(w, w.items[lane]) : 0, before = 0; /* units of this lane's item */
     x.units = own;
+#pragma unroll 1
     for (int i = lane + 32; i < w.n_items; i += 32) x.units += item_units(w, w.items[i]);
     x.units = warp_sum(x.units);
-    const int begin = share(x.units, groups, c);
-    x.left = share(x.units, groups, c + 1) - begin;
+    /* share(units, groups, c) and the next, by a product */
+    const int begin = (int)__umul64hi((uint64_t)x.units * c << 1, w.inverse);
+    x.left = (int)__umul64hi((uint64_t)x.units * (c + 1) << 1, w.inverse) - begin;
+#pragma unroll 1
     for (int i = 0; i < w.n_items; i += 32) { /* the last item that starts at or before begin */
         if (i) own = i + lane < w.n_items ? item_units(w, w.items[i + lane]) : 0;
         int upto = own;
@@ -903,7 +982,7 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     p.item = x.item;
     p.g = i.g;
     p.m = w.split ? (int)(blockIdx.x % w.blocks) : i.m;
-    p.query = p.m * M / p.G;
+    p.query = p.m ? p.m * M / p.G : 0;
     p.member = p.m * M - p.query * p.G;
     p.inverse = __fdividef(1.0f, (float)p.G);
     p.context = i.context;
@@ -911,16 +990,17 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     p.base = i.base;
     p.length = tail_length(w, i);
     p.tile = 0;
-    p.end = tiles_until(i, p.length, (int64_t)(p.m + 1) * M);
+    p.end = tiles_until(i, p.length, (p.m + 1) * M);
     p.whole = true;
     if (!w.split) {
         x.item += gridDim.x;
         return true;
     }
-    int units = item_units(w, i), n = least(x.left, units - x.at);
-    p.whole = n == units;
-    p.tile = x.at;
-    p.end = least(p.end, x.at + n);
+    const int units = item_units(w, i), n = least(x.left, units - x.at), end = x.at + n - START;
+    if (end <= 0) return false; /* the share ends before the item's first tile */
+    p.tile = most(x.at - START, 0);
+    p.whole = end - p.tile == units - START;
+    p.end = least(p.end, end);
     p.slot = 2 * blockIdx.x + (x.pieces++ > 0);
     p.all.units = units; /* what pieces_of completes: it takes divisions, and loads should start first */
     p.all.first = x.unit;
@@ -943,8 +1023,21 @@ DKV__DEVICE int64_t row_sees(const Piece &p, int r) { return visible(p.length, p
 /* Of n rows of a segment, those in the tile that begins at row. */
 DKV__DEVICE int in_tile(int64_t n, int64_t row) { return (int)most(least(n - row, (int64_t)TILE * 2), (int64_t)0); }
 
-/* The end of a row: its largest logit (in powers of 2) and sum become its LSE; returns what o is multiplied by. */
-DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, float sum) {
+/* Where rows go: what of an attention a merge reads, in registers before the fence that empties L1. */
+struct Target {
+    dkv_tensor   out;
+    const float *sink;
+    float       *lse;
+    int          H, d_v;
+    bool         out_vector;
+};
+DKV__DEVICE Target target_of(const Attention &a) {
+    return Target{a.out, a.sink, a.lse, a.H, a.d_v, a.out_vector != 0};
+}
+
+/* The end of a row: its largest logit (in powers of 2) and sum become its LSE, which one thread of its stores; returns
+   what o is multiplied by. */
+template <class A> DKV__DEVICE float finish_row(const A &a, const Row &row, float top, float sum, bool stores = true) {
     float weight = 1.0f, sink = a.sink ? a.sink[row.h] * LOG2E : -INFINITY;
     if (sink > top) { /* the sink leads: everything else is weighed against it */
         weight = exp2_fast(top - sink);
@@ -953,7 +1046,7 @@ DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, floa
     } else if (sink > -INFINITY) {
         sum += exp2_fast(sink - top);
     }
-    if (a.lse) a.lse[row.i * a.H + row.h] = sum == 0.0f ? -INFINITY : (top + log2f(sum)) * LN2;
+    if (stores && a.lse) a.lse[row.i * a.H + row.h] = sum == 0.0f ? -INFINITY : (top + log2f(sum)) * LN2;
     return sum == 0.0f ? 0.0f : weight / sum; /* no key at all: 0 */
 }
 
@@ -970,54 +1063,65 @@ template <int N> DKV__DEVICE void store_out(const dkv_tensor &out, bool vector, 
     }
 }
 
-/* Merges row r of an item's pieces, by one warp. A piece without a finite logit holds zeros, or NaN to pass on. */
-template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
-                                                     const float *slots) {
-    constexpr int N = D / 32, SLOT = M * (D + 2), FLIGHT = N < 8 ? 8 : 4; /* slots whose loads are in flight */
+/* Merges columns [j0, j0 + 32 N) of row r of an item's pieces, by one warp. A piece without a finite logit holds zeros,
+   or NaN to pass on. first: slot of the lane's piece among the first 32, or -1; some: any piece's, loaded in place of
+   those that are not there, since ptxas has a load with a condition wait for the one before. */
+template <int M, int D, int N> DKV__DEVICE void combine_row(const Target &a, const Row &row, int r, int j0,
+                                                            const Pieces &p, int first, int some,
+                                                            const float *slots) {
+    constexpr int SLOT = M * (D + 2), FLIGHT = N > 2 ? 32 / N : M == 16 ? 20 : 12; /* slots in flight */
     const int     lane = threadIdx.x & 31, n = p.last - p.first + 1;
     float         top = -INFINITY, sum = 0.0f, o[N] = {};
+#pragma unroll 1
     for (int c = p.first + 32; n > 32 && c <= p.last; c += 32) { /* the first 32 are read once, below */
         int slot = piece_slot(p, c + lane);
         if (slot >= 0) top = fmaxf(top, __ldcg(slots + (int64_t)slot * SLOT + M * D + r));
     }
+    const float *columns = slots + r * D + j0 + lane * N;
+#pragma unroll 1
     for (int c = 0; c < n; c += 32) {
-        int          slot = piece_slot(p, p.first + c + lane);
-        const float *s = slots + (int64_t)most(slot, 0) * SLOT;
-        float own = slot < 0 ? -INFINITY : __ldcg(s + M * D + r), part = slot < 0 ? 0.0f : __ldcg(s + M * (D + 1) + r);
-        if (c == 0) {
-            top = fmaxf(top, own);
-            for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-        }
-        float weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
-        sum += weight * part;
-        weight = slot < 0 ? 0.0f : weight;
+        const int      slot = c ? piece_slot(p, p.first + c + lane) : first, safe = slot < 0 ? some : slot;
+        const unsigned there = __ballot_sync(~0u, slot >= 0);
+        const float   *s = slots + (int64_t)safe * SLOT + M * D + r;
+        const float    own = __ldcg(s), part = __ldcg(s + M);
+        float          weight = 0.0f;
+#pragma unroll 1
         for (int j = 0; j < least(n - c, 32); j += FLIGHT) {
             float x[FLIGHT][N];
 #pragma unroll
             for (int k = 0; k < FLIGHT; k++) {
-                int from = __shfl_sync(~0u, slot, j + k);
+                const float *y = columns + (int64_t)__shfl_sync(~0u, safe, j + k) * SLOT;
 #pragma unroll
-                for (int u = 0; u < N; u += 2) {
-                    float2 y = from < 0 ? float2{0.0f, 0.0f}
-                                        : __ldcg((const float2 *)(slots + (int64_t)from * SLOT + r * D + lane * N + u));
-                    x[k][u] = y.x, x[k][u + 1] = y.y;
+                for (int u = 0; u < N; u += 2) *(float2 *)&x[k][u] = __ldcg((const float2 *)(y + u));
+            }
+            if (j == 0) { /* while they come */
+                if (c == 0) {
+                    top = fmaxf(top, slot < 0 ? -INFINITY : own);
+                    for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
                 }
+                weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
+                sum += slot < 0 ? 0.0f : weight * part;
             }
 #pragma unroll
             for (int k = 0; k < FLIGHT; k++) {
-                float w = __shfl_sync(~0u, weight, j + k);
+                const float w = __shfl_sync(~0u, weight, j + k);
+                if (j + k >= 32 || !(there >> (j + k & 31) & 1)) continue;
 #pragma unroll
                 for (int u = 0; u < N; u++) o[u] += w * x[k][u];
             }
         }
     }
     for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
-    float weight = 0.0f;
-    if (lane == 0) weight = finish_row(a, row, top, sum);
-    weight = __shfl_sync(~0u, weight, 0);
+    const float weight = finish_row(a, row, top, sum, lane == 0 && j0 == 0);
 #pragma unroll
     for (int u = 0; u < N; u++) o[u] *= weight;
-    store_out<N>(a.out, a.out_vector, a.d_v, row, lane * N, o);
+    store_out<N>(a.out, a.out_vector, a.d_v, row, j0 + lane * N, o);
+}
+
+template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
+                                                     const float *slots) {
+    combine_row<M, D, D / 32>(target_of(a), row, r, 0, p, piece_slot(p, p.first + (threadIdx.x & 31)),
+                              piece_slot(p, p.last), slots);
 }
 
 /* ---- softmax of a tile, in registers ---- */
@@ -1106,7 +1210,7 @@ template <int TYPE, int D, int RW> struct MmaShape {
     static constexpr int KEYS = BYTES == 1 ? 2 * TILE : TILE; /* of a context tile */
     static constexpr int PITCH = BYTES * D < 128 ? BYTES * D : 128;
     static constexpr int STAGE = TILE * D * 2;
-    static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 6 : 3;
+    static constexpr int MOST_STAGES = D == 64 ? 6 : 3; /* more bytes under way would only keep other loads waiting */
     static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart */
     static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 256 + 2 * (int)sizeof(Piece);
 };
@@ -1143,7 +1247,7 @@ __device__ __noinline__ void load_rows(const Piece &p, int which, int64_t row, c
 /* The same by TMA where that takes it. */
 template <int BYTES, int D, int ROWS>
 DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uint64_t *full, bool tma,
-                           uint64_t policy) {
+                           uint64_t policy, const CUtensorMap *maps = NULL) {
 #if __CUDA_ARCH__ >= 900
     if (tma) {
         constexpr int    PITCH = BYTES * D < 128 ? BYTES * D : 128;
@@ -1152,7 +1256,7 @@ DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uin
         if ((threadIdx.x & 31) == 0) {
             bar_expect(full, ROWS * D * BYTES);
             for (int i = 0; i < BYTES * D / PITCH; i++) {
-                tma_load(shared_address(to) + i * ROWS * PITCH, &a.map[which], i * (PITCH / BYTES),
+                tma_load(shared_address(to) + i * ROWS * PITCH, (maps ? maps : a.map) + which, i * (PITCH / BYTES),
                          (int)(row + (packed ? p.base : 0)), packed ? 0 : p.g, full, policy);
             }
         }
@@ -1175,21 +1279,32 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
     const bool       direct = a.q_vector && t.type == Name<T>::type, inside = lane * N < d; /* 8 | d and N | 8 */
     float            w[N];
 #pragma unroll
-    for (int u = 0; u < N; u++) w[u] = !scaled ? 1.0f : inside ? scale[lane * N + u] * (fp8 ? 256.0f : 1.0f) : 0.0f;
+    for (int u = 0; u < N; u += 2) {
+        float2 y = {1.0f, 1.0f};
+        if (scaled) y = *(const float2 *)(scale + (inside ? lane * N : 0) + u);
+        w[u] = scaled && fp8 ? y.x * 256.0f : y.x, w[u + 1] = scaled && fp8 ? y.y * 256.0f : y.y;
+    }
     for (int k0 = 0; k0 < ROWS; k0 += STEP) {
         uint32_t raw[STEP][N / 2];
         float    x[STEP][N];
+        if (direct) { /* without a condition, so that no load waits for another */
+#pragma unroll
+            for (int k = 0; k < STEP; k++) {
+                const Row   row = row_of(p, warp * ROWS + k0 + k);
+                const char *from = row.real && inside ? at(t, row.i, row.h) + lane * N * 2 : (const char *)p.a;
+#pragma unroll
+                for (int u = 0; u < N; u += 2) raw[k][u / 2] = ((const uint32_t *)from)[u / 2];
+            }
+        }
 #pragma unroll
         for (int k = 0; k < STEP; k++) {
             const Row   row = row_of(p, warp * ROWS + k0 + k);
             const char *from = at(t, row.i, row.h);
+            const bool  real = row.real && inside;
 #pragma unroll
-            for (int u = 0; u < N; u += 2) {
-                const bool real = row.real && inside;
-                raw[k][u / 2] = direct && real ? ((const uint32_t *)from)[(lane * N + u) / 2] : 0;
-                if (direct) continue;
-                x[k][u] = real ? element_called(from + (lane * N + u) * t.stride_dim, t.type) : 0.0f;
-                x[k][u + 1] = real ? element_called(from + (lane * N + u + 1) * t.stride_dim, t.type) : 0.0f;
+            for (int u = 0; u < N; u++) {
+                if (direct) x[k][u] = real ? (float)((const T *)&raw[k][u / 2])[u & 1] : 0.0f;
+                else x[k][u] = real ? element_called(from + (lane * N + u) * t.stride_dim, t.type) : 0.0f;
             }
         }
 #pragma unroll
@@ -1199,7 +1314,6 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
             int       shift = 0; /* of the exponent: the largest element becomes 2^13 .. 2^14 */
 #pragma unroll
             for (int u = 0; u < N; u++) {
-                if (direct) x[k][u] = (float)((const T *)&raw[k][u / 2])[u & 1];
                 x[k][u] *= w[u];
                 peak = fmaxf(peak, fabsf(x[k][u]));
             }
@@ -1313,15 +1427,16 @@ DKV__DEVICE void mix8(float (&o)[D / 8][4], const float (&s)[N][4], const char *
     }
 }
 
+DKV__DEVICE const float *v_scale(const Piece &p) { return p.a->v_scale + (int64_t)p.g * p.a->v_pitch; }
+
 /* Pair order -> straight order, times V's scales. In a chunk of 16 a thread has elements 4t .. 4t + 3, in straight
    order it gets 2t, 2t + 1 of either half. */
 template <int D> DKV__DEVICE void straighten(float (&o)[D / 8][4], const float *scale, int d, float lift) {
     const int lane = threadIdx.x & 31, t = lane & 3, src = (lane & ~3) | t / 2;
 #pragma unroll
     for (int c = 0; c < D / 16; c++) {
-        float w[4];
-#pragma unroll
-        for (int u = 0; u < 4; u++) w[u] = 16 * c + 4 * t + u < d ? scale[16 * c + 4 * t + u] * lift : 0.0f;
+        const float4 y = *(const float4 *)(scale + least(16 * c + 4 * t, d - 4)); /* 8 | d, and beyond it O is 0 */
+        const float  w[4] = {y.x * lift, y.y * lift, y.z * lift, y.w * lift};
 #pragma unroll
         for (int i = 0; i < 4; i += 2) { /* rows */
             float x[4] = {o[2 * c][i] * w[0], o[2 * c + 1][i] * w[1], o[2 * c][i + 1] * w[2],
@@ -1346,80 +1461,96 @@ template <int N> DKV__DEVICE void scale_rows(float (&o)[N][4], const float (&w)[
     }
 }
 
-/* All warps' parts of a piece meet: into the output, or the piece's slot. */
+/* Rows of block m that are queries. */
+template <int M> DKV__DEVICE int real_rows(const Piece &p) { return least(M, p.N_q * p.G - p.m * M); }
+
+/* All warps' parts of a piece meet: into the output, or the piece's slot. Columns in passes: few rows take one.
+   scale: NULL, or V's, and o is in pair order. */
 template <int TYPE, int D, int RW>
-DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4], const float (&top)[2],
-                              float (&sum)[2], float *red, float *tops, float *sums, float *weight) {
+DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D / 8][4], const float (&top)[2],
+                              const float (&sum)[2], float *red, float *tops, float *sums, const float *scale) {
     typedef MmaShape<TYPE, D, RW> S;
     constexpr int                 M = S::M, TW = S::TW;
-    const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4, rw = warp % RW;
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4;
+    const int real = real_rows<M>(p), bits = least(real <= 4 ? 7 : real <= 8 ? 6 : 5, D == 64 ? 6 : 7);
+    const int wide = 1 << bits, pitch = wide + 8; /* columns of a pass */
+    const int height = real <= 4 ? 4 : real <= 8 ? 8 : 16; /* rows of a warp */
     for (int i = 0; i < 2; i++) {
-        sum[i] = quad_sum(sum[i]);
-        if (t == 0) tops[warp * 16 + r + 8 * i] = top[i], sums[warp * 16 + r + 8 * i] = sum[i];
+        float all = quad_sum(sum[i]);
+        if (t == 0) tops[warp * 16 + r + 8 * i] = top[i], sums[warp * 16 + r + 8 * i] = all;
     }
-    named_sync(1, S::THREADS);
-    float own[2];
-    for (int i = 0; i < 2; i++) {
-        float all = -INFINITY;
-        for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(rw + RW * j) * 16 + r + 8 * i]);
-        own[i] = top[i] == -INFINITY ? 1.0f : exp2_fast(top[i] - all);
-    }
-    scale_rows(o, own);
-    float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
-    for (int row = tid; row < M; row += S::THREADS) {
-        float all = -INFINITY, total = 0.0f;
-        for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(row / 16 + RW * j) * 16 + row % 16]);
-        for (int j = 0; j < TW; j++) {
-            float x = tops[(row / 16 + RW * j) * 16 + row % 16];
-            total += sums[(row / 16 + RW * j) * 16 + row % 16] * (x == -INFINITY ? 1.0f : exp2_fast(x - all));
-        }
-        Row q = row_of(p, row);
-        weight[row] = 1.0f;
-        if (!p.whole) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
-        else if (q.real) weight[row] = finish_row(*p.a, q, all, total);
-    }
+    float           *slot = w.slots + (int64_t)p.slot * M * (D + 2);
     const dkv_tensor out = p.a->out;
     const bool       vector = p.a->out_vector;
     const int        d = p.a->d_v;
-    for (int d0 = 0; d0 < D; d0 += 32) {
+#pragma unroll 1
+    for (int d0 = 0; d0 < D; d0 += wide) {
+        if (d0) named_sync(1, S::THREADS);
+        float *to = red + (warp * height + r) * pitch - d0;
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) { /* registers want constant indices */
-            if (n / 4 != d0 / 32) continue;
-            float *to = red + (warp * 16 + r) * 40 + n % 4 * 8 + 2 * t;
-            *(float2 *)to = float2{o[n][0], o[n][1]};
-            *(float2 *)(to + 8 * 40) = float2{o[n][2], o[n][3]};
-        }
-        named_sync(1, S::THREADS);
-        for (int i = tid; i < M * 16; i += S::THREADS) {
-            int   row = i / 16, j = i % 16 * 2;
-            float x[2] = {0.0f, 0.0f};
-            for (int k = 0; k < TW; k++) {
-                float2 y = *(float2 *)(red + ((row / 16 + RW * k) * 16 + row % 16) * 40 + j);
-                x[0] += y.x, x[1] += y.y;
+        for (int n = 0; n < D / 8; n += 2) { /* registers want constant indices */
+            if (8 * n < d0 || 8 * n >= d0 + wide) continue;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if (i ? height < 16 : r >= height) continue;
+                float       *y = to + 8 * (i * pitch + n);
+                const float2 a = {o[n][2 * i], o[n][2 * i + 1]}, b = {o[n + 1][2 * i], o[n + 1][2 * i + 1]};
+                if (scale) *(float4 *)(y + 4 * t) = float4{a.x, b.x, a.y, b.y};
+                else *(float2 *)(y + 2 * t) = a, *(float2 *)(y + 8 + 2 * t) = b;
             }
-            x[0] *= weight[row], x[1] *= weight[row];
-            if (p.whole) store_out<2>(out, vector, d, row_of(p, row), d0 + j, x);
-            else *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
         }
+        float2 times = {1.0f, 1.0f}; /* a thread's columns are the same for all its rows: wide divides 2 THREADS */
+        if (scale) times = *(const float2 *)(scale + least(d0 + (2 * tid & (wide - 1)), d - 2));
+        if (scale && TYPE == DKV_FP8) times.x *= 256.0f, times.y *= 256.0f;
         named_sync(1, S::THREADS);
+#pragma unroll 1
+        for (int i = tid; i < real * wide / 2; i += S::THREADS) {
+            const int row = 2 * i >> bits, j = 2 * i & (wide - 1);
+            float     x[2] = {0.0f, 0.0f}, all = -INFINITY, total = 0.0f;
+#pragma unroll
+            for (int k = 0; k < TW; k++) all = fmaxf(all, tops[row + 16 * RW * k]);
+#pragma unroll
+            for (int k = 0; k < TW; k++) {
+                const float  own = tops[row + 16 * RW * k], weight = own == -INFINITY ? 1.0f : exp2_fast(own - all);
+                const float2 y = *(float2 *)(red + ((row / 16 + RW * k) * height + row % 16) * pitch + j);
+                x[0] += weight * y.x, x[1] += weight * y.y;
+                total += weight * sums[row + 16 * RW * k];
+            }
+            x[0] *= times.x, x[1] *= times.y;
+            if (p.whole) {
+                const Row   q = row_of(p, row);
+                const float weight = finish_row(*p.a, q, all, total, d0 + j == 0);
+                x[0] *= weight, x[1] *= weight;
+                store_out<2>(out, vector, d, q, d0 + j, x);
+            } else {
+                *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
+                if (d0 + j == 0) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
+            }
+        }
     }
 }
 
 /* The CTA that finds itself the last of an item's pieces merges them all, in order; by all consumer warps. */
 template <class S, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, int *flag) {
+    const Target to = target_of(*p.a);
     named_sync(1, S::THREADS);
     if (threadIdx.x == 0) {
-        __threadfence(); /* of all the warps' writes before the barrier */
-        *flag = atomicAdd(w.arrived + p.item, 1) == p.all.count - 1;
+        int before; /* releases all the warps' writes before the barrier */
+        asm volatile("atom.release.gpu.global.add.s32 %0, [%1], 1;"
+                     : "=r"(before) : "l"(w.arrived + p.item) : "memory");
+        *flag = before == p.all.count - 1;
+        if (*flag) asm volatile("fence.acq_rel.gpu;" ::: "memory"); /* which empties L1 */
         if (*flag) w.arrived[p.item] = 0;
-        __threadfence();
     }
+    const Pieces all = p.all; /* meanwhile */
+    const int    first = piece_slot(all, all.first + (threadIdx.x & 31)), some = piece_slot(all, all.last);
     named_sync(1, S::THREADS);
-    if (*flag) {
-        for (int r = threadIdx.x / 32; r < S::M; r += S::WARPS) {
-            Row row = row_of(p, r);
-            if (row.real) combine_row<S::M, D>(*p.a, row, r, p.all, w.slots);
-        }
+    if (!*flag) return;
+    constexpr int PARTS = D / 64;
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < real_rows<S::M>(p) * PARTS; i += S::WARPS) {
+        const int r = i / PARTS;
+        combine_row<S::M, D, 2>(to, row_of(p, r), r, i % PARTS * 64, all, first, some, w.slots);
     }
 }
 
@@ -1437,13 +1568,9 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     int      *flag = (int *)(piece_empty + 2);
     Piece    *pieces = (Piece *)(full + 32); /* what to do comes from the producer; no attention: the end */
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) {
-#pragma unroll 1
-        for (int i = 0; i < w.stages; i++) {
-            bar_init(full + i, w.tma ? 1 : 32);
-            bar_init(empty + i, S::WARPS);
-        }
-        for (int i = 0; i < 2; i++) bar_init(piece_full + i, 1), bar_init(piece_empty + i, S::WARPS);
+    if (warp == S::WARPS) {
+        if (lane < w.stages) bar_init(full + lane, w.tma ? 1 : 32), bar_init(empty + lane, S::WARPS);
+        if (lane < 2) bar_init(piece_full + lane, 1), bar_init(piece_empty + lane, S::WARPS);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -1455,12 +1582,12 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     uint32_t phase = 0;
 
     if (warp == S::WARPS) { /* the producer */
-        uint64_t         policy = 0;
-        const Attention *known = NULL; /* whose tensor maps may be used */
+        uint64_t           policy = 0;
+        const Attention   *known = w.attentions; /* whose tensor maps may be used */
+        const CUtensorMap *maps = w.single ? w.map : w.attentions->map;
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
-        if (w.tma && lane < SOURCES) tma_acquire(&w.attentions->map[lane]); /* most batches are of one */
-        known = w.attentions;
+        if (w.tma && !w.single && lane < SOURCES) tma_acquire(&maps[lane]);
         __syncwarp();
 #endif
         touch(w.attentions, w.items, w.lengths, lane); /* after the fence, which empties L1 */
@@ -1476,13 +1603,16 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             }
             if (!p.a) return;
 #if __CUDA_ARCH__ >= 900
-            if (w.tma && p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
-            known = p.a;
-            __syncwarp();
+            if (w.tma && p.a != known) {
+                known = p.a, maps = p.a->map;
+                if (lane < SOURCES) tma_acquire(&maps[lane]);
+                __syncwarp();
+            }
 #endif
             const int full_ring = least(2 * p.tile + w.stages, 2 * p.end) - 1;
+#pragma unroll 1
             for (int i = 2 * p.tile; i < 2 * p.end; i++) {
-                int tile = i / 2, v = i & 1;
+                const int tile = i / 2, v = i & 1;
                 if (i == full_ring && !p.whole) { /* seen by all with the tile that follows */
                     complete(p, walk, w);
                     if (lane == 0) pieces[turn.stage].all = p.all;
@@ -1492,10 +1622,10 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
                 char *to = ring + stage * S::STAGE;
                 if (tile < p.context) {
                     load_tile<S::BYTES, D, S::KEYS>(p, CONTEXT_K + v, (int64_t)tile * S::KEYS, to, full + stage, w.tma,
-                                                    policy);
+                                                    policy, maps);
                 } else {
                     load_tile<2, D, TILE>(p, TAIL_K + v, (int64_t)(tile - p.context) * TILE, to, full + stage, w.tma,
-                                          policy);
+                                          policy, maps);
                 }
                 if (++stage == w.stages) stage = 0, phase ^= 1;
             }
@@ -1519,8 +1649,7 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             if (tile == p.tile || tile == p.context) { /* a segment begins */
                 bool scaled = EIGHT && !tail;
                 if (EIGHT && tail && tile != p.tile) {
-                    straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v,
-                                  TYPE == DKV_FP8 ? 256.0f : 1.0f);
+                    straighten<D>(o, v_scale(p), p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
                 }
                 if (tile == p.tile || EIGHT) {
                     named_sync(1, S::THREADS); /* q and weight are read no more */
@@ -1571,11 +1700,9 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             stage = next + 1 == w.stages ? 0 : next + 1;
             phase = next_phase ^ (stage == 0);
         }
-        if (EIGHT && p.tile < p.context && p.end <= p.context && p.tile < p.end) {
-            straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
-        }
-        named_sync(1, S::THREADS); /* weight held the rows' factors */
-        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, weight);
+        const bool pairs = EIGHT && p.tile < p.end && p.end <= p.context; /* no tail has put O straight */
+        if (p.tile >= p.end) named_sync(1, S::THREADS); /* what the piece before left is read no more */
+        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, pairs ? v_scale(p) : NULL);
         if (!p.whole && w.arrived) combine_last<S, D>(p, w, flag);
         __syncwarp();
         if (lane == 0) bar_arrive(piece_empty + turn.stage);
@@ -1972,7 +2099,7 @@ template <int M, int D> __global__ void __launch_bounds__(256) combine(const __g
     const int    item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
     const Item  &x = w.items[item];
     int          units, unit = units_before(w, item, &units);
-    const Pieces q = pieces_of(unit, item_units(w, x), units, ctas / w.blocks, w.blocks, blockIdx.z);
+    const Pieces q = pieces_of(unit, item_units(w, x), units, ctas / w.blocks, w.blocks, blockIdx.z, START);
     if (q.count == 1) return;
     const int R = (int)blockIdx.z * M + r, i = R / x.G;
     const Row row = {i, x.g * x.G + R - i * x.G, i < x.N_q};
@@ -2263,33 +2390,13 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     work->type = b.type;
     work->d = b.d;
     work->tma = b.tma;
+    if (n == 1) memcpy(work->map, x.map, sizeof work->map);
     work->shared = dev.shared;
     work->overlap = dev.arch >= 90;
     return DKV_OK;
 }
 
 namespace {
-
-/* On sm_90 the next kernel's launch overlaps the end of the one before it. */
-template <class... A>
-dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, bool overlaps, cudaStream_t stream,
-                  const A &...a) {
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t c = {};
-    c.gridDim = grid;
-    c.blockDim = dim3((unsigned)threads);
-    c.dynamicSmemBytes = (size_t)shared;
-    c.stream = stream;
-    c.attrs = &overlap;
-    c.numAttrs = overlaps;
-    if (shared > 48 << 10) {
-        dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-        if (r) return r;
-    }
-    return did(cudaLaunchKernelEx(&c, kernel, a...));
-}
 
 template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
     typedef MmaShape<TYPE, D, RW> S;
@@ -2344,7 +2451,11 @@ extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
                k->blocks,
                k->split,
                k->tma,
-               0};
+               0,
+               k->n == 1,
+               most(k->ctas / k->blocks, 1)};
+    w.inverse = ((uint64_t)1 << 63) / (uint64_t)w.groups + 1;
+    memcpy(w.map, k->map, sizeof w.map);
     if (!k->items || !k->longest) return DKV_OK;
     if (k->d == 64) return launch_d<64>(w, *k, (cudaStream_t)stream);
     if (k->d == 128) return launch_d<128>(w, *k, (cudaStream_t)stream);
@@ -3702,7 +3813,7 @@ namespace {
    blocks of M rows, as are the suffixes' keys and values, each suffix from a row of its own that is a multiple of 128.
    blocks CTAs side by side run through the same tiles, so K and V come from memory once.                           */
 
-constexpr int   CHUNK = 64;                   /* rows that a CTA gathers, and that a box of TMA has here */
+constexpr int   CHUNK = 64;                   /* rows of a part that is gathered, and of a box of TMA here */
 constexpr int   KEYS = 16;                    /* of a suffix whose gradients a CTA makes */
 
 struct Tile { int32_t row, len, bin; };              /* keys row .. row + len - 1 of the context; bin -1: no gate */
@@ -3804,27 +3915,22 @@ DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *ti
     const unsigned char *open = c.open + (int64_t)g * c.D;
     const int            warp = threadIdx.x / 32, lane = threadIdx.x & 31, all = c.tiles;
     int                  n = 0;
-    for (int t0 = 0; t0 == 0 || t0 < all; t0 += 1024) { /* four tiles a thread, whose loads are in flight together */
+    if (!all) let_next_start();
+    for (int t0 = 0; t0 < all; t0 += 1024) { /* four tiles a thread; no load has a condition, or it would wait */
         Tile  x[4];
         float bias[4];
         bool  is_open[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int t = t0 + k * 256 + (int)threadIdx.x;
-            is_open[k] = t < all;
-            x[k] = is_open[k] ? tiles[t] : Tile{0, 0, -1};
-        }
+        for (int k = 0; k < 4; k++) x[k] = tiles[least(t0 + k * 256 + (int)threadIdx.x, all - 1)];
         if (t0 == 0) let_next_start();
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            bias[k] = 0.0f;
-            if (x[k].bin < 0) continue;
-            if (side == 0) {
-                bias[k] = ln_u[x[k].bin] * LOG2E;
-                is_open[k] = ln_u[x[k].bin] >= DKV__GATE_OPEN_LN;
-            } else {
-                is_open[k] = open[x[k].bin] != 0;
-            }
+            const int  b = most(x[k].bin, 0);
+            const bool bit = side == 0 || open[b] != 0;
+            bias[k] = side == 0 ? ln_u[b] : 0.0f;
+            is_open[k] = x[k].bin < 0 || (bit && bias[k] >= DKV__GATE_OPEN_LN);
+            bias[k] = x[k].bin < 0 ? 0.0f : bias[k] * LOG2E;
+            is_open[k] = is_open[k] && t0 + k * 256 + (int)threadIdx.x < all;
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -3905,12 +4011,15 @@ DKV__DEVICE void gather_gradient(const GatedWork &w, const GatedContext &c, cons
 /* Kernels of a pass overlap: what the one before does not write may be read before let_next_start, and so may what the
    one before that wrote, which the one before waited for. */
 
-/* Before a pass: lists of open tiles, and rows into the order that the passes take them in. Grid: one CTA per list,
-   per 64 query rows, per 64 own keys. The last list to be done sums them up. */
+/* Before a pass: lists of open tiles, and rows into the order that the passes take them in. Grid: a CTA per list, and
+   per 2048 / D query rows or own keys, one for a thread: a second would wait for the loads of the first. The last list
+   to be done sums them up. */
+template <int D> struct GatherShape { static constexpr int C = D / 8, ROWS = 256 / C, OF_PART = CHUNK / ROWS; };
 template <class T, int D, bool BACKWARD>
 __global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ GatedWork w) {
     __shared__ int last;
-    constexpr int  C = D / 8, ROWS = 256 / C, EACH = CHUNK / ROWS;
+    typedef GatherShape<D> S;
+    constexpr int  C = S::C;
     const int      sides = BACKWARD ? 1 : w.sides, lists = w.n_heads * sides, c = threadIdx.x % C;
     int            job = (int)blockIdx.x - lists;
     if (job < 0) {
@@ -3945,35 +4054,28 @@ __global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ Gate
         }
         return;
     }
-    if (job < w.n_q_parts) {
-        const Part     part = w.q_parts[job];
+    const bool query = job < w.n_q_parts * S::OF_PART;
+    if (!query) job -= w.n_q_parts * S::OF_PART;
+    const Part part = (query ? w.q_parts : w.own_parts)[job / S::OF_PART];
+    const int  row = part.row + job % S::OF_PART * S::ROWS + (int)threadIdx.x / C;
+    if (query) {
         const GatedContext &x = w.contexts[part.of];
-        GatedRow            y[EACH];
-#pragma unroll
-        for (int k = 0; k < EACH; k++)
-            y[k] = gated_row<WgmmaShape<D>::M>(w, x, part.g, part.row + (int)threadIdx.x / C + k * ROWS);
+        const GatedRow      y = gated_row<WgmmaShape<D>::M>(w, x, part.g, row);
         let_next_start();
-#pragma unroll
-        for (int k = 0; k < EACH; k++) {
-            Eight q = {};
-            if (y[k].real) q = eight_at(y[k].s->x.q, y[k].i, y[k].h, c * 8, x.d_k);
-            store_row8<T>(w.q_rows + (y[k].at * D + c * 8) * 2, q);
-            if (BACKWARD) gather_gradient<T, D>(w, x, y[k], c);
-        }
+        Eight q = {};
+        if (y.real) q = eight_at(y.s->x.q, y.i, y.h, c * 8, x.d_k);
+        store_row8<T>(w.q_rows + (y.at * D + c * 8) * 2, q);
+        if (BACKWARD) gather_gradient<T, D>(w, x, y, c);
         return;
     }
-    job -= w.n_q_parts;
-    const Part     part = w.own_parts[job];
-    const Suffix  &s = w.suffixes[part.of];
+    const Suffix       &s = w.suffixes[part.of];
     const GatedContext &x = w.contexts[s.context];
+    const int64_t       to = x.first_key + (int64_t)part.g * x.own_keys + s.key + row;
+    Eight               k = {}, v = {};
     let_next_start();
-    for (int r = threadIdx.x / C; r < CHUNK; r += ROWS) {
-        const int64_t i = part.row + r, to = x.first_key + (int64_t)part.g * x.own_keys + s.key + i;
-        Eight         k = {}, v = {};
-        if (i < s.x.N_q) k = eight_at(s.x.k, i, part.g, c * 8, x.d_k), v = eight_at(s.x.v, i, part.g, c * 8, x.d_v);
-        store_row8<T>(w.own_k_rows + (to * D + c * 8) * 2, k);
-        store_row8<T>(w.own_v_rows + (to * D + c * 8) * 2, v);
-    }
+    if (row < s.x.N_q) k = eight_at(s.x.k, row, part.g, c * 8, x.d_k), v = eight_at(s.x.v, row, part.g, c * 8, x.d_v);
+    store_row8<T>(w.own_k_rows + (to * D + c * 8) * 2, k);
+    store_row8<T>(w.own_v_rows + (to * D + c * 8) * 2, v);
 }
 
 /* ---- shares ---- */
@@ -4681,20 +4783,26 @@ template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job
     const float         weight = c.scale * __ldcg(&w.stats[y.real ? y.at : 0].z);
     let_next_start();
     if (!is_cut || m >= c.blocks || !y.real) return;
-    float sum[N] = {};
-    for (int i = cut.pieces.first; i <= cut.pieces.last; i += 8) {
-        float x[8][N];
+    const Pieces &p = cut.pieces;
+    const int     n = p.last - p.first + 1, some = piece_slot(p, p.last);
+    const float  *columns = w.slots + r * D + lane * N;
+    float         sum[N] = {};
+    for (int i = 0; i < n; i += 32) {
+        const int      slot = piece_slot(p, p.first + i + lane), safe = slot < 0 ? some : slot;
+        const unsigned there = __ballot_sync(~0u, slot >= 0);
+        for (int j = 0; j < least(n - i, 32); j += 8) {
+            float x[8][N];
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            const int    slot = piece_slot(cut.pieces, i + k);
-            const float *from = w.slots + ((int64_t)slot * M + r) * D + lane * N;
+            for (int k = 0; k < 8; k++) { /* without a condition, so that no load waits for another */
+                const float *from = columns + (int64_t)__shfl_sync(~0u, safe, j + k) * M * D;
 #pragma unroll
-            for (int u = 0; u < N; u++) x[k][u] = slot < 0 ? 0.0f : __ldcg(from + u);
-        }
+                for (int u = 0; u < N; u += 2) *(float2 *)&x[k][u] = __ldcg((const float2 *)(from + u));
+            }
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
+            for (int k = 0; k < 8; k++) {
 #pragma unroll
-            for (int u = 0; u < N; u++) sum[u] += x[k][u];
+                for (int u = 0; u < N; u++) sum[u] += there >> (j + k) & 1 ? x[k][u] : 0.0f;
+            }
         }
     }
 #pragma unroll
@@ -4702,26 +4810,26 @@ template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job
     store_out<N>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, lane * N, sum);
 }
 
-/* d ln u of a cell: the sums of its tiles, row blocks and warps in order; by a warp. Cells are counted over the heads
-   of all contexts, as many for each as the largest D. */
+/* d ln u of a cell: the sums of its tiles, row blocks and warps in a fixed order; by 8 lanes. Cells are counted over
+   the heads of all contexts, as many for each as the largest D. */
 template <int M> DKV__DEVICE void sum_cell(const GatedWork &w, int64_t cell) {
     constexpr int       WARPS = M / 16;
-    const int2          where = w.heads[cell / w.most_cells];
+    const bool          real = cell < (int64_t)w.n_heads * w.most_cells;
+    const int2          where = w.heads[real ? cell / w.most_cells : 0];
     const GatedContext &c = w.contexts[where.x];
-    const int           b = (int)(cell % w.most_cells), lane = threadIdx.x & 31;
-    if (b >= c.D) return;
-    const int64_t at = (int64_t)where.y * c.D + b;
-    float         sum = 0.0f;
-    if (c.ln_u[at] >= DKV__GATE_OPEN_LN) {
+    const int           b = real ? (int)(cell % w.most_cells) : c.D, lane = threadIdx.x & 7;
+    const int64_t       at = (int64_t)where.y * c.D + b;
+    float               sum = 0.0f;
+    if (b < c.D && c.ln_u[at] >= DKV__GATE_OPEN_LN) {
         int first, n;
         tiles_of_bin(cutting(c.T_c, c.W, c.S, c.R), b, &first, &n);
         const float *from = w.partial + (c.first_open + (int64_t)where.y * c.tiles + first) * w.blocks * WARPS;
         const int64_t parts = (int64_t)n * w.blocks * WARPS;
-        for (int64_t i = lane; i < parts; i += 32)
+        for (int64_t i = lane; i < parts; i += 8)
             if ((int)(i / WARPS % w.blocks) < c.blocks) sum += __ldcg(from + i);
     }
-    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
-    if (lane == 0) c.d_ln_u[at] = sum;
+    for (int i = 4; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
+    if (lane == 0 && b < c.D) c.d_ln_u[at] = sum;
 }
 
 /* The ends of backward, one behind the other in the grid: own keys; heads that were cut; and the cells,
@@ -4736,8 +4844,9 @@ template <class T, int D> __global__ void __launch_bounds__(256, 2) gated_finish
         sum_queries<M, D>(w, cut);
     } else {
         let_next_start();
-        const int64_t step = (int64_t)(gridDim.x - w.n_key_parts - cuts) * 8, all = (int64_t)w.n_heads * w.most_cells;
-        for (int64_t i = (int64_t)cell * 8 + threadIdx.x / 32; i < all; i += step) sum_cell<M>(w, i);
+        const int64_t step = (int64_t)(gridDim.x - w.n_key_parts - cuts) * 32, all = (int64_t)w.n_heads * w.most_cells;
+        for (int64_t i = (int64_t)cell * 32 + threadIdx.x / 32 * 4; i < all; i += step)
+            sum_cell<M>(w, i + threadIdx.x % 32 / 8);
     }
 }
 
@@ -5064,8 +5173,8 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
 template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward, cudaStream_t stream) {
     constexpr int M = WgmmaShape<D>::M;
     const int     lists = w.n_heads * (backward ? 1 : w.sides);
-    const int     cells = (int)least(ceil_div(w.n_heads * (int64_t)w.most_cells, 8), (int64_t)w.sms);
-    const dim3    gather(lists + w.n_q_parts + w.n_own_parts), grid(w.groups * w.blocks);
+    const int     cells = (int)least(ceil_div(w.n_heads * (int64_t)w.most_cells, 32), (int64_t)w.sms);
+    const dim3    gather(lists + (w.n_q_parts + w.n_own_parts) * GatherShape<D>::OF_PART), grid(w.groups * w.blocks);
     dkv_result    r = DKV_OK;
     auto next = [&](void (*kernel)(GatedWork), dim3 ctas, int threads, int shared) {
         if (!r) r = launch(kernel, ctas, threads, shared, true, stream, w);
