@@ -192,7 +192,7 @@ static __device__ void store(__half *to, float x) { *to = __float2half(x); }
 
 /* Rounds q, k, v [n][heads][d] to 16 bits, the first n_rot dimensions of all but v's heads rotated. Grid: pieces of the
    heads from first on, n; a thread per pair of an even d. half_split: pairs are (j, j + pairs), else (2j, 2j + 1).
-   Blocks of MANY, here and in what follows: smaller ones are started more slowly than they read and write. */
+   Blocks of MANY: a block per head and token is started more slowly than it reads and writes. */
 template <typename T>
 static __global__ void rotate_kernel(T *to, const float *from, const float2 *rope, int first, int heads, int rotated,
                                      int d, int pairs, bool half_split) {
@@ -214,7 +214,7 @@ static __global__ void rotate_kernel(T *to, const float *from, const float2 *rop
 
 /* act[n][F] = silu(gate) * up, from [n][gate F, up F]. Grid: pieces of a row, n. */
 static __global__ void swiglu_kernel(bf16 *act, const float *gate_up, int64_t F) {
-    const int64_t i = blockIdx.y, j = (int64_t)blockIdx.x * MANY + threadIdx.x;
+    const int64_t i = blockIdx.y, j = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     overlap();
     if (j >= F) return;
     const float g = gate_up[i * 2 * F + j], u = gate_up[i * 2 * F + F + j];
@@ -321,8 +321,8 @@ static bool rotate(lm_model *m, const lm_activations *a, const float *rope, int6
 }
 
 static bool swiglu(lm_model *m, const lm_activations *a, int64_t n) {
-    const dim3 grid(blocks(m->p.F, MANY), (unsigned)n);
-    return launch(m, swiglu_kernel, grid, MANY, (bf16 *)a->act, (const float *)a->gate.data, m->p.F);
+    const dim3 grid(blocks(m->p.F, THREADS), (unsigned)n);
+    return launch(m, swiglu_kernel, grid, THREADS, (bf16 *)a->act, (const float *)a->gate.data, m->p.F);
 }
 
 /* ==== attention ==== */
