@@ -95,6 +95,12 @@ EOF
     refused "probe: unwritable" 1 "cannot write /nowhere/x" probe -o /nowhere/x
     probe --dry-run > "$t/out" 2> "$t/err"
     holds "probe: --dry-run" grep -q '^probe: 32 prefills of 480 tokens.*64 questions' "$t/err"
+    adds_up() { # adds_up FORMULA: of the numbers of the last line of err, with its last, a time, within 1 % and a second
+        tail -1 "$t/err" | awk '{n = split($NF, part, ":"); for (i = 1; i <= n; i++) all = 60 * all + part[i]
+            gsub(",", ""); want = '"$1"'; exit !(want > 10 && (all - want) ^ 2 <= (1 + want / 100) ^ 2)}'
+    }
+    probe --dry-run --rounds 1000 2> "$t/err"
+    holds "probe: what it takes" adds_up '8000 * ($5 + $10)'
     if command -v gnuplot > /dev/null; then
         holds "plot: scores" "$DKV" plot "$t/s.dks" -o "$t/s.png"
         equal "plot: a PNG" "$(head -c 8 "$t/s.png" | od -An -tx1 | tr -d ' ')" 89504e470d0a1a0a
@@ -156,6 +162,7 @@ EOF
     holds "train: killed and resumed, the same pattern" cmp "$t/q-0.25.dkv" "$t/k-0.25.dkv"
     long --dry-run --resume "$t/state" 2> "$t/err"
     holds "train: --dry-run at the end" grep -q '^train: 0 prefills of .* 0 questions of [1-9].*; 0 + 0 PFLOP' "$t/err"
+    equal "train: nor any time" "$(wc -l < "$t/err" | tr -d ' ')" 1
     long -o "$t/k.dkv" --resume "$t/state" > /dev/null
     holds "train: at the end, the same again" cmp "$t/q-0.25.dkv" "$t/k-0.25.dkv"
     rm "$t/k-0.5.dkv"
@@ -200,6 +207,10 @@ EOF
         "$DKV" train -m "$t/qwen2.gguf" -s "$t/s.dks" --needles 2 --rho 0.2 -o "$t/x"
     train --rho 0.25 --dry-run 2> "$t/err"
     holds "train: --dry-run" grep -q '^train: 16 prefills of 480 tokens.*; 64 questions' "$t/err"
+    train --rho 0.25 --dry-run --steps 2000,5000 2> "$t/err" # and 3 steps of the fall; 4 contexts a step
+    holds "train: what it takes" adds_up '16 * $5 + 4 * (2000 * $10 + 5003 * $15)'
+    train --rho 0.5,0.25 --dry-run --steps 2000,5000 --kv-memory 0.0008 2> "$t/err" # the second from the end of 1
+    holds "train: of two ratios, in short memory" adds_up '(2 + 14 * 12003 / 4) * $5 + 4 * (2000 * $10 + 10003 * $15)'
 
     # ---- score
     score() { "$DKV" score -m "$M" --needles 2 -n 20 "$@"; }

@@ -123,7 +123,7 @@ static void grade_window(exams *x, int32_t *tokens, int64_t k) {
     int32_t *context = tokens + k * window, bos = lm_bos(x->tokenizer);
     if (bos >= 0) context[0] = bos;
     const lm_question q = {.tokens = context + x->o.T_c, .n = window, .first = 1};
-    lm_cache *cache = prefill_context(x, context);
+    lm_cache *cache = prefill_context(x, context, x->o.T_c);
     const lm_exam e = {cache, &q, 1, 0};
     lm_grade_result g;
     for (method *m = methods; m < methods + n_methods; m++) {
@@ -204,7 +204,7 @@ int command_score(int argc, char **argv) {
     for (method *m = methods; m < methods + n_methods; m++)
         m->grade = allocate((size_t)(x.contexts * x.per_context), sizeof *m->grade);
     if (isatty(STDERR_FILENO))
-        say_cost(&x, "score", x.contexts, x.contexts * x.per_context * n_methods, 1);
+        say_cost(&x, "score", x.contexts, x.contexts * x.per_context * n_methods, false);
     each_batch(&x, 0, x.contexts, grade_batch, &x);
     if (text_path) grade_text(&x);
     show_line("%s", "");

@@ -157,7 +157,7 @@ typedef struct {
     int64_t questions;
 } report;
 
-static float *now(trainer *t) { return t->state->x; }
+static float *now(const trainer *t) { return t->state->x; }
 static float *fallen(trainer *t) { return t->state->x + 3 * t->n; }
 static unsigned char *last_mask(trainer *t) { return (void *)(t->state->x + 6 * t->n); }
 
@@ -196,14 +196,18 @@ static void choose_mask(trainer *t, double rho, report *out) {
     out->physical = (double)kept / (double)cells;
 }
 
+static lm_gating gating(const trainer *t, bool through) {
+    return (lm_gating){t->g, t->W, t->x->o.S, t->x->o.R, now(t), through ? t->open : NULL, (uint64_t)t->x->o.seed,
+                       (uint32_t)t->state->step};
+}
+
 static report take_step(trainer *t) {
     const int64_t step = t->state->step, turn = step % (t->x->o.rounds * r.parts), part = t->x->per_round / r.parts;
     const dkv_budget budget = (dkv_budget)r.budget;
     const step_plan p = schedule(&r, step, rhos[t->state->rho]);
     report out = {.expected = dkv_gates_penalty(NULL, &t->g, now(t), budget, 0)};
     choose_mask(t, p.rho, &out);
-    lm_gating g = {t->g, t->W, t->x->o.S, t->x->o.R, now(t), p.through ? t->open : NULL, (uint64_t)t->x->o.seed,
-                   (uint32_t)step};
+    const lm_gating g = gating(t, p.through);
     memset(t->da, 0, (size_t)t->n * sizeof *t->da);
     each_batch(t->x, turn * part, part, learn_batch, &(step_part){t, &g, &out});
     const double slope = penalty_slope(&r, &p, out.expected, t->n); /* a part's questions weigh 1 / parts together */
@@ -308,6 +312,39 @@ static double seconds_left(const trainer *t) {
     const exams *x = t->x;
     const double prefill = x->prefilled ? x->prefill_s / (double)x->prefilled : 0;
     return t->seconds / (double)t->steps * (double)steps_left(t) + prefill * (double)(t->prefills - x->prefilled);
+}
+
+/* Seconds of a context in either stage. */
+typedef struct {
+    trainer *t;
+    double stage[2];
+} stage_times;
+
+static void time_stages(void *user, const lm_exam *e, int64_t n, int64_t first) {
+    stage_times *s = user;
+    for (int through = 0; through < 2; through++) {
+        report none = {0};
+        const lm_gating g = gating(s->t, through);
+        const double start = seconds();
+        learn_batch(&(step_part){s->t, &g, &none}, e, n, first);
+        s->stage[through] = (seconds() - start) / (double)n;
+    }
+}
+
+/* What is left, by the time of a batch. Nothing is learned from it. */
+static void say_time(trainer *t) {
+    exams *x = t->x;
+    stage_times s = {.t = t};
+    report none;
+    choose_mask(t, rhos[t->state->rho], &none);
+    const double prefill = time_batch(x, time_stages, &s).prefill, left = (double)steps_left(t);
+    const double relaxed = t->state->step < r.A ? (double)(r.A - t->state->step) : 0;
+    const int64_t contexts = x->per_round / r.parts; /* of a step */
+    const double learning = (double)contexts * (relaxed * s.stage[0] + (left - relaxed) * s.stage[1]);
+    const double all = prefill * (double)t->prefills + learning;
+    fprintf(stderr, "train: a context takes %.3g s to prefill, and %.3g or, in stage 2, %.3g s to learn from; a step "
+            "of %lld contexts %s, all %s\n", prefill, s.stage[0], s.stage[1], (long long)contexts, hms(all / left),
+            hms(all));
 }
 
 static void tell_step(const trainer *t, const report *x) {
@@ -433,7 +470,8 @@ int command_train(int argc, char **argv) {
     const int64_t left = steps_left(&t);
     t.prefills = left ? x.kept + (x.contexts - x.kept) * left / (o.rounds * r.parts) : 0;
     if (dry_run || verbose || isatty(STDERR_FILENO))
-        say_cost(&x, "train", t.prefills, left * x.per_round / r.parts * x.per_context, 3);
+        say_cost(&x, "train", t.prefills, left * x.per_round / r.parts * x.per_context, true);
+    if (dry_run && left) say_time(&t);
     bool finished = dry_run || train(&t);
     show_line("%s", "");
     if (!finished)
