@@ -416,12 +416,13 @@ struct PackSide {
     dkv_tensor from;       /* [T_c][Hkv][d] */
     char      *to;         /* rows of all heads */
     float     *scale;      /* [Hkv][d'], 8-bit only: largest magnitudes until they are made scales */
-    int        d, row, vector, copy; /* row bytes; from has 16-byte rows; and is of the same type */
+    int        d, row, vector; /* row bytes; from has 16-byte rows */
 };
-struct PackLayer { /* grid: (tiles of all heads, sides) */
+struct PackLayer { /* grid: (shares of the tiles of all heads, sides) */
     PackSide       side[2];
     const int64_t *first, *rows; /* of the layer, on the device */
     const dkv_run *runs;
+    int64_t        tiles; /* of all heads */
     int            Hkv;
     dkv_type       type;
 };
@@ -453,10 +454,15 @@ DKV__DEVICE PackTile pack_tile_at(const PackLayer &p, int64_t x) { /* x < tiles;
 }
 
 constexpr int64_t NOWHERE = INT64_MIN; /* padding comes from there */
+struct PackShared {
+    int64_t offset[2][TILE]; /* of two tiles, in turns */
+    dkv_run runs[TILE];
+    int     found;
+};
 
 /* Offsets in the source of the 128 rows of a tile. Runs are found by a 32-ary search of one warp, and each row's run
    among those of the tile by halving. */
-DKV__DEVICE void tile_offsets(const PackTile &h, const dkv_tensor &t, int64_t *offset, dkv_run *runs, int *found) {
+DKV__DEVICE void tile_offsets(const PackTile &h, const dkv_tensor &t, int64_t *offset, PackShared *sh) {
     const int     tid = threadIdx.x, lane = tid & 31;
     const int64_t tile = h.tile;
     if (tid < 32) {
@@ -468,25 +474,50 @@ DKV__DEVICE void tile_offsets(const PackTile &h, const dkv_tensor &t, int64_t *o
             lo += last * step;
             n = least(step, n - last * step);
         }
-        if (lane == 0) *found = lo;
+        if (lane == 0) sh->found = lo;
     }
     __syncthreads();
-    if (tid < TILE && *found + tid < h.n_runs) runs[tid] = h.runs[*found + tid];
+    if (tid < TILE && sh->found + tid < h.n_runs) sh->runs[tid] = h.runs[sh->found + tid];
     __syncthreads();
     if (tid < TILE) {
         int64_t row = tile * TILE + tid;
-        int     lo = 0, n = least(h.n_runs - *found, TILE);
+        int     lo = 0, n = least(h.n_runs - sh->found, TILE);
         while (n > 1) {
             int half = n / 2;
-            bool before = runs[lo + half].row <= row;
+            bool before = sh->runs[lo + half].row <= row;
             lo += before ? half : 0;
             n = before ? n - half : half;
         }
-        const int64_t from = (runs[lo].pos + row - runs[lo].row) * t.stride_token + h.g * t.stride_head;
+        const int64_t from = (sh->runs[lo].pos + row - sh->runs[lo].row) * t.stride_token + h.g * t.stride_head;
         offset[tid] = row < h.rows ? from : NOWHERE;
     }
     __syncthreads();
 }
+
+/* A CTA's share of a side's tiles, forwards (WAY 1) or backwards (-1). The next one's offsets are found while the loads
+   of the one at hand are under way: found first, they took longer than the loads. */
+template <int WAY> struct PackWalk {
+    const PackLayer &p;
+    const PackSide  &s;
+    PackShared      *sh;
+    int              tile, end, g, next_g; /* heads of this tile and the next */
+    DKV__DEVICE PackWalk(const PackLayer &layer, PackShared *shared) : p(layer), s(layer.side[blockIdx.y]), sh(shared) {
+        const int x = (int)(p.tiles * blockIdx.x / gridDim.x), y = (int)(p.tiles * (blockIdx.x + 1) / gridDim.x);
+        tile = WAY > 0 ? x : y - 1, end = WAY > 0 ? y : x - 1;
+        g = next_g = find(tile);
+    }
+    DKV__DEVICE int find(int x) {
+        const PackTile y = pack_tile_at(p, x);
+        tile_offsets(y, s.from, sh->offset[x & 1], sh);
+        return y.g;
+    }
+    DKV__DEVICE const int64_t *offset() const { return sh->offset[tile & 1]; }
+    DKV__DEVICE void look_ahead() { /* by all threads, once per tile */
+        if (tile + WAY != end) next_g = find(tile + WAY);
+    }
+    DKV__DEVICE bool ends_head() const { return tile + WAY == end || next_g != g; }
+    DKV__DEVICE void step() { tile += WAY, g = next_g; }
+};
 
 struct Eight { float x[8]; };
 DKV__DEVICE Eight eight_of(const uint4 &raw, dkv_type type) { /* 16-bit types */
@@ -540,69 +571,55 @@ DKV__DEVICE float scale_from(float top, dkv_type type) {
 }
 
 /* A thread has eight channels of every lanes-th row. */
-constexpr int PACK_ROWS = 4, PACK_TILES = 4; /* rows whose loads are in flight together; tiles that a CTA measures */
+constexpr int PACK_ROWS = 8, PACK_CTAS = 3; /* rows whose loads are under way together; CTAs of a multiprocessor */
 
-/* 16 bytes of rows row, row + lanes, ... Those beyond the tile are its last one, padding its first: loads have no
-   condition, since ptxas would have each wait for the one before. */
-template <int N>
-DKV__DEVICE void load_raw(uint4 (&x)[N], const char *from, const int64_t *offset, int row, int lanes) {
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-        const int64_t at = offset[least(row + k * lanes, TILE - 1)];
-        x[k] = __ldcs((const uint4 *)(from + (at == NOWHERE ? offset[0] : at)));
+/* A thread's rows of a tile: the c-th eight channels of rows row, row + lanes, ... WHOLE: 16 bytes at once of 16-bit
+   types, all rows' together. Rows beyond the tile are its last one then, padding its first: loads have no condition,
+   since ptxas would have each wait for the one before. */
+template <bool WHOLE> struct PackRows {
+    const PackSide &s;
+    const bool      inside; /* channels that exist */
+    const char     *from;
+    uint4           raw[PACK_ROWS];
+    DKV__DEVICE PackRows(const PackSide &side, int c) : s(side), inside(c * 8 < side.d) {
+        from = (const char *)s.from.data + (inside ? c * 8 * s.from.stride_dim : 0);
     }
-}
-/* Their c-th eight channels as floats, with zeros in place of padding. */
-DKV__DEVICE void load_rows8(Eight (&x)[PACK_ROWS], const PackSide &s, const int64_t *offset, int c, int row,
-                            int lanes) {
-    const char *from = (const char *)s.from.data + c * 8 * s.from.stride_dim;
-    const bool  inside = c * 8 < s.d;
-    if (s.vector && s.from.type != DKV_F32 && inside) {
-        uint4 raw[PACK_ROWS];
-        load_raw(raw, from, offset, row, lanes);
+    DKV__DEVICE void load(const int64_t *offset, int row, int lanes, bool again = false) { /* again: and later again */
 #pragma unroll
-        for (int k = 0; k < PACK_ROWS; k++) x[k] = eight_of(raw[k], s.from.type);
+        for (int k = 0; WHOLE && k < PACK_ROWS; k++) {
+            const int64_t at = offset[least(row + k * lanes, TILE - 1)];
+            const uint4  *src = (const uint4 *)(from + (at == NOWHERE ? offset[0] : at));
+            raw[k] = again ? __ldcg(src) : __ldcs(src);
+        }
     }
-#pragma unroll
-    for (int k = 0; k < PACK_ROWS; k++) {
-        const int64_t at = offset[least(row + k * lanes, TILE - 1)];
-        if (at == NOWHERE || !inside) x[k] = Eight{};
-        else if (!s.vector || s.from.type == DKV_F32)
-            x[k] = load8(from + at, s.from.type, s.from.stride_dim, s.vector);
+    DKV__DEVICE Eight at(int k, int64_t offset) const { /* padding is zeros */
+        if (!inside || offset == NOWHERE) return Eight{};
+        return WHOLE ? eight_of(raw[k], s.from.type) : load8(from + offset, s.from.type, s.from.stride_dim, s.vector);
     }
-}
+};
 
-/* Rows of one tile. Same type: 16 bytes as they are, eight loads of a thread in flight. */
-__global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t offset[TILE];
-    __shared__ dkv_run runs[TILE];
-    __shared__ int     found;
+/* Same type: 16 bytes as they are. A CTA per tile: four fit a multiprocessor, and the hardware deals them evenly. */
+template <bool WHOLE>
+__global__ void __launch_bounds__(256, 4) pack_tiles(const __grid_constant__ PackLayer p) {
+    __shared__ PackShared sh;
     let_next_start();
     const PackSide &s = p.side[blockIdx.y];
-    const int       chunks = s.row / 16, lanes = 256 / chunks, c = threadIdx.x % chunks; /* d is a multiple of 8 */
-    char           *to = s.to + (int64_t)blockIdx.x * TILE * s.row + c * 16;
-    tile_offsets(pack_tile_at(p, blockIdx.x), s.from, offset, runs, &found);
-    if (threadIdx.x >= lanes * chunks) return;
-    const bool inside = c * 8 < s.d;
-    if (s.copy) {
-        for (int row = threadIdx.x / chunks; row < TILE; row += lanes * 8) {
-            uint4 x[8];
-            load_raw(x, (const char *)s.from.data + (inside ? 16 * c : 0), offset, row, lanes);
+    const int       chunks = s.row / 16, lanes = 256 / chunks, c = threadIdx.x % chunks, row0 = threadIdx.x / chunks;
+    PackRows<WHOLE> x(s, c);
+    for (PackWalk<1> walk(p, &sh); walk.tile != walk.end; walk.step()) {
+        char *to = s.to + (int64_t)walk.tile * TILE * s.row + c * 16;
+        x.load(walk.offset(), row0, lanes);
+        walk.look_ahead();
+        for (int row = row0; row0 < lanes && row < TILE; row += lanes * PACK_ROWS) {
+            if (row != row0) x.load(walk.offset(), row, lanes);
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
+            for (int k = 0; k < PACK_ROWS; k++) {
                 const int at = row + k * lanes;
                 if (at >= TILE) break;
-                *(uint4 *)(to + at * s.row) = offset[at] == NOWHERE || !inside ? uint4{0, 0, 0, 0} : x[k];
+                const int64_t offset = walk.offset()[at];
+                if (!WHOLE || s.from.type != p.type) store8(to + at * s.row, p.type, x.at(k, offset));
+                else *(uint4 *)(to + at * s.row) = offset == NOWHERE || !x.inside ? uint4{0, 0, 0, 0} : x.raw[k];
             }
-        }
-        return;
-    }
-    for (int row = threadIdx.x / chunks; row < TILE; row += lanes * PACK_ROWS) {
-        Eight x[PACK_ROWS];
-        load_rows8(x, s, offset, c, row, lanes);
-#pragma unroll
-        for (int k = 0; k < PACK_ROWS; k++) {
-            if (row + k * lanes < TILE) store8(to + (row + k * lanes) * s.row, p.type, x[k]);
         }
     }
 }
@@ -615,91 +632,92 @@ DKV__DEVICE void widen_top(uint32_t (&top)[4], const uint4 &x) {
 
 /* Largest magnitudes of a head's channels into side.scale: as integers their order is that of the floats, so the
    maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. */
-__global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ PackLayer p, int64_t tiles) {
-    __shared__ int64_t  offset[TILE];
-    __shared__ dkv_run  runs[TILE];
-    __shared__ int      found;
-    __shared__ unsigned top[256];
+template <bool WHOLE>
+__global__ void __launch_bounds__(256, PACK_CTAS) measure_tiles(const __grid_constant__ PackLayer p) {
+    __shared__ PackShared sh;
+    __shared__ unsigned   top[256];
     let_next_start();
     const PackSide &s = p.side[blockIdx.y];
-    const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-    const int64_t   begin = (int64_t)blockIdx.x * PACK_TILES, end = least(begin + PACK_TILES, tiles);
-    const bool      raw = s.vector && s.from.type != DKV_F32;
+    const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks, row0 = threadIdx.x / chunks;
     unsigned        own[8] = {};
     uint32_t        pair[4] = {};
-    PackTile        h = pack_tile_at(p, begin);
+    PackRows<WHOLE> x(s, c);
     top[threadIdx.x] = 0;
-    for (int64_t tile = begin; tile < end; tile++) {
-        tile_offsets(h, s.from, offset, runs, &found);
-        const char *from = (const char *)s.from.data + c * 8 * s.from.stride_dim;
-        for (int row = threadIdx.x / chunks; threadIdx.x < lanes * chunks && row < TILE; row += lanes * 8) {
-            uint4 x[8];
-            if (!raw) {
-                for (int k = 0; k < 8 && row + k * lanes < TILE && offset[row + k * lanes] != NOWHERE; k++) {
-                    const Eight y = load8(from + offset[row + k * lanes], s.from.type, s.from.stride_dim, s.vector);
-                    for (int u = 0; u < 8; u++) own[u] = most(own[u], __float_as_uint(y.x[u]) & 0x7fffffffu);
-                }
-                continue;
-            }
-            load_raw(x, from, offset, row, lanes); /* rows twice do no harm */
+    for (PackWalk<-1> walk(p, &sh); walk.tile != walk.end; walk.step()) {
+        x.load(walk.offset(), row0, lanes, true);
+        walk.look_ahead();
+        for (int row = row0; row0 < lanes && row < TILE; row += lanes * PACK_ROWS) {
+            if (row != row0) x.load(walk.offset(), row, lanes, true);
 #pragma unroll
-            for (int k = 0; k < 8; k++) widen_top(pair, x[k]);
+            for (int k = 0; k < PACK_ROWS; k++) { /* rows twice do no harm */
+                if (WHOLE) widen_top(pair, x.raw[k]);
+                if (WHOLE || row + k * lanes >= TILE) continue;
+                const Eight y = x.at(k, walk.offset()[row + k * lanes]);
+                for (int u = 0; u < 8; u++) own[u] = most(own[u], __float_as_uint(y.x[u]) & 0x7fffffffu);
+            }
         }
-        const int g = h.g;
-        if (tile + 1 < end) h = pack_tile_at(p, tile + 1);
-        __syncthreads();
-        if (tile + 1 < end && h.g == g) continue;
+        if (!walk.ends_head()) continue;
         const Eight y = eight_of(uint4{pair[0], pair[1], pair[2], pair[3]}, s.from.type);
-        for (int u = 0; u < 8; u++) { /* the head ends here, or the CTA does */
-            const unsigned a = most(own[u], __float_as_uint(y.x[u]));
+        for (int u = 0; u < 8; u++) {
+            const unsigned a = WHOLE ? __float_as_uint(y.x[u]) : own[u];
             if (a) atomicMax(&top[c * 8 + u], a >= 0x7f800000u ? 0x7fc00000u : a);
             own[u] = pair[u / 2] = 0;
         }
         __syncthreads();
         if (threadIdx.x < s.d && top[threadIdx.x]) {
-            atomicMax((unsigned *)s.scale + g * s.row + threadIdx.x, top[threadIdx.x]);
+            atomicMax((unsigned *)s.scale + walk.g * s.row + threadIdx.x, top[threadIdx.x]);
             top[threadIdx.x] = 0;
         }
+        __syncthreads();
     }
 }
 
-/* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once).
-   From the last tile on: what was measured last is still in L2. */
-template <int TYPE> __global__ void __launch_bounds__(256) quantise_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t offset[TILE];
-    __shared__ dkv_run runs[TILE];
-    __shared__ int     found;
+/* In 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once). Scales are still
+   largest magnitudes. What was measured last is in L2, so it comes first. */
+template <int TYPE, bool WHOLE>
+__global__ void __launch_bounds__(256, PACK_CTAS) quantise_tiles(const __grid_constant__ PackLayer p) {
+    __shared__ PackShared sh;
+    __shared__ float      scales[256], inverses[256];
     let_next_start();
-    const int64_t   tile = gridDim.x - 1 - blockIdx.x;
-    const PackTile  h = pack_tile_at(p, tile);
     const PackSide &s = p.side[blockIdx.y];
-    const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-    char           *to = s.to + tile * TILE * s.row + c * 8;
+    const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks, row0 = threadIdx.x / chunks;
     float           scale[8], inverse[8];
-    uint32_t        known[2] = {~0u, ~0u}; /* i8: bytes of channels whose scale is no number become 0 */
-    tile_offsets(h, s.from, offset, runs, &found);
-    if (threadIdx.x >= lanes * chunks) return;
-#pragma unroll
-    for (int u = 0; u < 8; u++) scale[u] = s.scale[h.g * s.row + c * 8 + u];
-#pragma unroll
-    for (int u = 0; u < 8; u++) {
-        inverse[u] = __frcp_rn(scale[u]);
-        if (TYPE == DKV_I8 && scale[u] != scale[u]) known[u / 4] &= ~(0xffu << u % 4 * 8);
-    }
-    for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
-        Eight x[PACK_ROWS];
-        load_rows8(x, s, offset, c, row0, lanes);
-#pragma unroll
-        for (int k = 0; k < PACK_ROWS; k++) {
-#pragma unroll
-            for (int u = 0; u < 8; u++) {
-                float y = x[k].x[u] * inverse[u];
-                x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
+    bool            begins_head = true;
+    PackRows<WHOLE> x(s, c);
+    for (PackWalk<1> walk(p, &sh); walk.tile != walk.end; walk.step()) {
+        char *to = s.to + (int64_t)walk.tile * TILE * s.row + c * 8;
+        x.load(walk.offset(), row0, lanes);
+        if (begins_head) {
+            __syncthreads();
+            if (threadIdx.x < s.row) {
+                const float y = scale_from(s.scale[walk.g * s.row + threadIdx.x], (dkv_type)TYPE);
+                scales[threadIdx.x] = y, inverses[threadIdx.x] = __frcp_rn(y);
             }
-            if (row0 + k * lanes >= TILE) continue;
-            *(uint2 *)(to + (row0 + k * lanes) * s.row) =
-                uint2{bytes_of<TYPE>(x[k].x) & known[0], bytes_of<TYPE>(x[k].x + 4) & known[1]};
+            __syncthreads();
+#pragma unroll
+            for (int u = 0; u < 8; u++) scale[u] = scales[c * 8 + u], inverse[u] = inverses[c * 8 + u];
         }
+        walk.look_ahead();
+        begins_head = walk.ends_head();
+        for (int row = row0; row0 < lanes && row < TILE; row += lanes * PACK_ROWS) {
+            if (row != row0) x.load(walk.offset(), row, lanes);
+#pragma unroll
+            for (int k = 0; k < PACK_ROWS; k++) {
+                const int at = row + k * lanes;
+                if (at >= TILE) break;
+                Eight y = x.at(k, walk.offset()[at]);
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+                    const float z = y.x[u] * inverse[u];
+                    y.x[u] = fmaf(fmaf(-z, scale[u], y.x[u]), inverse[u], z);
+                }
+                *(uint2 *)(to + at * s.row) = uint2{bytes_of<TYPE>(y.x), bytes_of<TYPE>(y.x + 4)};
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < 8; u++) /* i8 knows no NaN: channels with such a scale are zeros */
+            for (int row = row0; TYPE == DKV_I8 && scale[u] != scale[u] && row0 < lanes && row < TILE; row += lanes)
+                to[row * s.row + u] = 0;
     }
 }
 
@@ -744,28 +762,31 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     dkv_result   r = device_read(&dev);
     if (r) return r;
     const bool overlap = dev.arch >= 90;
-    p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k), 0};
-    p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v), 0};
-    for (PackSide &s : p.side) s.copy = s.vector && s.from.type == type;
+    p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k)};
+    p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v)};
+    bool whole = true;
+    for (const PackSide &s : p.side) whole = whole && s.vector && s.from.type != DKV_F32;
     if (scaled) p.side[0].scale = (float *)(data + y.k_scale), p.side[1].scale = (float *)(data + y.v_scale);
     p.first = on_device->first + (int64_t)l * plan->Hkv;
     p.rows = on_device->rows + (int64_t)l * plan->Hkv;
     p.runs = on_device->runs;
+    p.tiles = y.rows / TILE;
     p.Hkv = plan->Hkv;
     p.type = type;
-    const int64_t tiles = y.rows / TILE;
-    const dim3    grid((unsigned)tiles, 2);
-    if (scaled) r = did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)(y.bytes - y.k_scale), st));
-    if (scaled && !r) {
-        const dim3 measured((unsigned)ceil_div(tiles, PACK_TILES), 2);
-        const int  n = (int)((y.bytes - y.k_scale) / 4);
-        if (tiles) r = launch(measure_tiles, measured, 256, 0, overlap, st, p, tiles);
-        if (!r)
-            r = launch(finish_scales, (n + 255) / 256, 256, 0, overlap, st, (float *)(data + y.k_scale), n, type);
-    }
-    if (tiles && !r) {
-        auto *kernel = type == DKV_I8 ? quantise_tile<DKV_I8> : type == DKV_FP8 ? quantise_tile<DKV_FP8> : pack_tile;
-        r = launch(kernel, grid, 256, 0, overlap, st, p);
+    const int64_t ctas = scaled ? (PACK_CTAS * dev.sms + 1) / 2 : p.tiles; /* of a side */
+    const dim3    grid((unsigned)least(p.tiles, ctas), 2);
+    auto run = [&](void (*kernel)(PackLayer)) {
+        if (p.tiles && !r) r = launch(kernel, grid, 256, 0, overlap, st, p);
+    };
+    if (scaled) {
+        const int n = (int)((y.bytes - y.k_scale) / 4);
+        r = did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)n * 4, st));
+        run(whole ? measure_tiles<true> : measure_tiles<false>);
+        if (type == DKV_I8) run(whole ? quantise_tiles<DKV_I8, true> : quantise_tiles<DKV_I8, false>);
+        else run(whole ? quantise_tiles<DKV_FP8, true> : quantise_tiles<DKV_FP8, false>);
+        if (!r) r = launch(finish_scales, (n + 255) / 256, 256, 0, overlap, st, (float *)(data + y.k_scale), n, type);
+    } else {
+        run(whole ? pack_tiles<true> : pack_tiles<false>);
     }
     if (!r) r = launched();
     if (r) return r;
@@ -1155,28 +1176,40 @@ DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2]
             }
         }
     }
+    /* Both rows at once, each by two chains: one alone waits for every maximum and shuffle. */
+    float now[2], other[2], minus[2], part[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float x = fmaxf(s[n][2 * i], s[n][2 * i + 1]), y = fmaxf(s[n + 1][2 * i], s[n + 1][2 * i + 1]);
+            now[i] = n ? fmaxf(now[i], x) : x, other[i] = n ? fmaxf(other[i], y) : y;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) now[i] = fmaxf(now[i], other[i]);
+#pragma unroll
+    for (int i = 0; i < 2; i++) now[i] = fmaxf(now[i], __shfl_xor_sync(~0u, now[i], 1));
+#pragma unroll
+    for (int i = 0; i < 2; i++) now[i] = fmaxf(now[i], __shfl_xor_sync(~0u, now[i], 2));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float now = fmaxf(s[0][2 * i], s[0][2 * i + 1]);
-#pragma unroll
-        for (int n = 1; n < N; n++) now = fmaxf(now, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-        now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-        now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-        now = fmaxf(fmaf(now, f[i], bias), top[i]);
-        const float from = now == -INFINITY ? 0.0f : now; /* nothing seen yet: exp2(-inf - 0) = 0 */
+        now[i] = fmaxf(fmaf(now[i], f[i], bias), top[i]);
+        const float from = now[i] == -INFINITY ? 0.0f : now[i]; /* nothing seen yet: exp2(-inf - 0) = 0 */
         alpha[i] = exp2_fast(top[i] - from);
-        top[i] = now;
-        float part = 0.0f;
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-#pragma unroll
-            for (int u = 2 * i; u < 2 * i + 2; u++) {
-                s[n][u] = exp2_fast(fmaf(s[n][u], f[i], -(from - bias)));
-                part += s[n][u];
-            }
-        }
-        sum[i] = sum[i] * alpha[i] + part;
+        top[i] = now[i];
+        minus[i] = bias - from;
     }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            s[n][u] = exp2_fast(fmaf(s[n][u], f[u >> 1], minus[u >> 1]));
+            part[u >> 1] += s[n][u];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) sum[i] = sum[i] * alpha[i] + part[i];
 }
 
 DKV__DEVICE float quad_sum(float x) {
@@ -1435,18 +1468,16 @@ template <int D> DKV__DEVICE void straighten(float (&o)[D / 8][4], const float *
     const int lane = threadIdx.x & 31, t = lane & 3, src = (lane & ~3) | t / 2;
 #pragma unroll
     for (int c = 0; c < D / 16; c++) {
-        const float4 y = *(const float4 *)(scale + least(16 * c + 4 * t, d - 4)); /* 8 | d, and beyond it O is 0 */
-        const float  w[4] = {y.x * lift, y.y * lift, y.z * lift, y.w * lift};
+        const float4 y = *(const float4 *)(scale + (16 * c < d ? 16 * c : 0) + 4 * t); /* beyond d, O is 0 */
 #pragma unroll
         for (int i = 0; i < 4; i += 2) { /* rows */
-            float x[4] = {o[2 * c][i] * w[0], o[2 * c + 1][i] * w[1], o[2 * c][i + 1] * w[2],
-                          o[2 * c + 1][i + 1] * w[3]};
+            float x[4] = {o[2 * c][i] * y.x, o[2 * c + 1][i] * y.y, o[2 * c][i + 1] * y.z, o[2 * c + 1][i + 1] * y.w};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float a = __shfl_sync(~0u, x[0], src + 2 * half), b = __shfl_sync(~0u, x[1], src + 2 * half);
                 float e = __shfl_sync(~0u, x[2], src + 2 * half), f = __shfl_sync(~0u, x[3], src + 2 * half);
-                o[2 * c + half][i] = t & 1 ? e : a;
-                o[2 * c + half][i + 1] = t & 1 ? f : b;
+                o[2 * c + half][i] = (t & 1 ? e : a) * lift;
+                o[2 * c + half][i + 1] = (t & 1 ? f : b) * lift;
             }
         }
     }
@@ -1465,10 +1496,10 @@ template <int N> DKV__DEVICE void scale_rows(float (&o)[N][4], const float (&w)[
 template <int M> DKV__DEVICE int real_rows(const Piece &p) { return least(M, p.N_q * p.G - p.m * M); }
 
 /* All warps' parts of a piece meet: into the output, or the piece's slot. Columns in passes: few rows take one.
-   scale: NULL, or V's, and o is in pair order. */
+   pairs: o is in pair order, and wants V's scales. */
 template <int TYPE, int D, int RW>
 DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D / 8][4], const float (&top)[2],
-                              const float (&sum)[2], float *red, float *tops, float *sums, const float *scale) {
+                              const float (&sum)[2], float *red, float *tops, float *sums, bool pairs) {
     typedef MmaShape<TYPE, D, RW> S;
     constexpr int                 M = S::M, TW = S::TW;
     const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4;
@@ -1495,13 +1526,13 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D 
                 if (i ? height < 16 : r >= height) continue;
                 float       *y = to + 8 * (i * pitch + n);
                 const float2 a = {o[n][2 * i], o[n][2 * i + 1]}, b = {o[n + 1][2 * i], o[n + 1][2 * i + 1]};
-                if (scale) *(float4 *)(y + 4 * t) = float4{a.x, b.x, a.y, b.y};
+                if (pairs) *(float4 *)(y + 4 * t) = float4{a.x, b.x, a.y, b.y};
                 else *(float2 *)(y + 2 * t) = a, *(float2 *)(y + 8 + 2 * t) = b;
             }
         }
         float2 times = {1.0f, 1.0f}; /* a thread's columns are the same for all its rows: wide divides 2 THREADS */
-        if (scale) times = *(const float2 *)(scale + least(d0 + (2 * tid & (wide - 1)), d - 2));
-        if (scale && TYPE == DKV_FP8) times.x *= 256.0f, times.y *= 256.0f;
+        if (pairs) times = *(const float2 *)(v_scale(p) + least(d0 + (2 * tid & (wide - 1)), d - 2));
+        if (pairs && TYPE == DKV_FP8) times.x *= 256.0f, times.y *= 256.0f;
         named_sync(1, S::THREADS);
 #pragma unroll 1
         for (int i = tid; i < real * wide / 2; i += S::THREADS) {
@@ -1702,7 +1733,7 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
         }
         const bool pairs = EIGHT && p.tile < p.end && p.end <= p.context; /* no tail has put O straight */
         if (p.tile >= p.end) named_sync(1, S::THREADS); /* what the piece before left is read no more */
-        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, pairs ? v_scale(p) : NULL);
+        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, pairs);
         if (!p.whole && w.arrived) combine_last<S, D>(p, w, flag);
         __syncwarp();
         if (lane == 0) bar_arrive(piece_empty + turn.stage);
@@ -1752,6 +1783,10 @@ DKV__DEVICE uint64_t descriptor(uint32_t address, uint32_t lead) {
     return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(lead >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
 }
+/* Bytes further on: one addition, where a descriptor made anew takes ten instructions that its product waits for. */
+DKV__DEVICE uint64_t further(uint64_t x, int bytes) {
+    return (x & ~0xffffffffull) | (uint32_t)((uint32_t)x + (uint32_t)(bytes >> 4));
+}
 
 /* S (+)= Q K^T, one k step: [64][16] x [128][16]. */
 template <class T> DKV__DEVICE void wgmma_scores(float (&s)[16][4], uint64_t q, uint64_t k, int add);
@@ -1783,9 +1818,10 @@ DKV__WGMMA(__half, "f16")
 #endif
 
 template <int D> struct WgmmaShape {
-    static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS, STAGES = D == 64 ? 4 : 2;
+    static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS;
+    static constexpr int K_STAGES = D == 64 ? 4 : 3, V_STAGES = D == 64 ? 4 : 2;
     static constexpr int THREADS = 128 * (GROUPS + 1), STAGE = TILE * D * 2, Q = M * D * 2;
-    static constexpr int SHARED = 2 * STAGES * STAGE + 2 * Q + 256 + 2 * sizeof(Piece);
+    static constexpr int RINGS = (K_STAGES + V_STAGES) * STAGE + 2 * Q, SHARED = RINGS + 256 + 2 * (int)sizeof(Piece);
 };
 
 /* Rows r and r + 8 of a thread, as wgmma and mma leave them, to a slot: [M][D]. */
@@ -1825,20 +1861,27 @@ template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p,
 }
 
 /* K and V of a piece into their rings: K of a tile before V of the tile before, as they are used. By one thread. */
-template <int D, int STAGES>
-DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<STAGES> &k, Ring<STAGES> &v, uint64_t *k_full,
-                           uint64_t *k_empty, uint64_t *v_full, uint64_t *v_empty) {
+template <int D>
+DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<WgmmaShape<D>::K_STAGES> &k,
+                           Ring<WgmmaShape<D>::V_STAGES> &v, uint64_t *k_full, uint64_t *k_empty, uint64_t *v_full,
+                           uint64_t *v_empty) {
     constexpr int  STAGE = TILE * D * 2;
     const uint64_t policy = policy_evict_normal();
     const int      end = p.end, context = p.context;
-    for (int tile = p.tile; tile < end; tile++) {
-        bool    tail = tile >= context;
-        int64_t row = (int64_t)(tail ? tile - context : tile) * TILE;
-        bar_wait(k_empty + k.stage, k.phase ^ 1);
-        load_tile<2, D, TILE>(p, tail ? TAIL_K : CONTEXT_K, row, ks + k.stage * STAGE, k_full + k.stage, true, policy);
-        k.next();
+    auto load = [&](int tile, int v, char *to, uint64_t *full) {
+        const bool    tail = tile >= context;
+        const int64_t row = (int64_t)(tail ? tile - context : tile) * TILE;
+        load_tile<2, D, TILE>(p, (tail ? TAIL_K : CONTEXT_K) + v, row, to, full, true, policy);
+    };
+    for (int tile = p.tile; tile <= end && p.tile < end; tile++) {
+        if (tile < end) {
+            bar_wait(k_empty + k.stage, k.phase ^ 1);
+            load(tile, 0, ks + k.stage * STAGE, k_full + k.stage);
+            k.next();
+        }
+        if (tile == p.tile) continue;
         bar_wait(v_empty + v.stage, v.phase ^ 1);
-        load_tile<2, D, TILE>(p, tail ? TAIL_V : CONTEXT_V, row, vs + v.stage * STAGE, v_full + v.stage, true, policy);
+        load(tile - 1, 1, vs + v.stage * STAGE, v_full + v.stage);
         v.next();
     }
 }
@@ -1858,9 +1901,9 @@ template <int D> struct WgmmaPlaces {
     uint64_t *k_full, *k_empty, *v_full, *v_empty, *more; /* more: barriers of Q */
     DKV__DEVICE WgmmaPlaces() {
         extern __shared__ __align__(1024) char shared[];
-        ks = shared, vs = ks + S::STAGES * S::STAGE, qs = vs + S::STAGES * S::STAGE;
-        k_full = (uint64_t *)(qs + 2 * S::Q), k_empty = k_full + S::STAGES, v_full = k_empty + S::STAGES;
-        v_empty = v_full + S::STAGES, more = v_empty + S::STAGES;
+        ks = shared, vs = ks + S::K_STAGES * S::STAGE, qs = vs + S::V_STAGES * S::STAGE;
+        k_full = (uint64_t *)(qs + 2 * S::Q), k_empty = k_full + S::K_STAGES, v_full = k_empty + S::K_STAGES;
+        v_empty = v_full + S::V_STAGES, more = v_empty + S::V_STAGES;
     }
 };
 
@@ -1871,24 +1914,23 @@ template <int D> struct WgmmaPlaces {
    found here again they cost registers that are not there. */
 template <class T, int D, class Look, class Soften, class Between, class Last>
 DKV__DEVICE void attend_keys(float (&o)[D / 8][4], float (&s)[16][4], float (&sum)[2], float (&alpha)[2], uint32_t q_at,
-                             Ring<WgmmaShape<D>::STAGES> &k, Ring<WgmmaShape<D>::STAGES> &v, int begin, int end,
+                             Ring<WgmmaShape<D>::K_STAGES> &k, Ring<WgmmaShape<D>::V_STAGES> &v, int begin, int end,
                              int tid, int own, Look look, Soften soften, Between between, Last last) {
     typedef WgmmaShape<D> S;
     const WgmmaPlaces<D>  x;
     uint32_t              weight[8][4];
     auto scores = [&] {
-        const uint32_t at = shared_address(x.ks + k.stage * S::STAGE);
+        const uint64_t to = descriptor(q_at, 1), from = descriptor(shared_address(x.ks + k.stage * S::STAGE), 1);
 #pragma unroll
-        for (int c = 0; c < D / 16; c++) {
-            wgmma_scores<T>(s, descriptor(q_at + c / 4 * S::M * 128 + c % 4 * 32, 1),
-                            descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
-        }
+        for (int c = 0; c < D / 16; c++)
+            wgmma_scores<T>(s, further(to, c / 4 * S::M * 128 + c % 4 * 32),
+                            further(from, c / 4 * TILE * 128 + c % 4 * 32), c > 0);
         wgmma_commit();
     };
     auto mix = [&](int add) {
-        const uint32_t at = shared_address(x.vs + v.stage * S::STAGE);
+        const uint64_t from = descriptor(shared_address(x.vs + v.stage * S::STAGE), TILE * 128);
 #pragma unroll
-        for (int j = 0; j < 8; j++) wgmma_mix<T>(o, weight[j], descriptor(at + j * 16 * 128, TILE * 128), add | j);
+        for (int j = 0; j < 8; j++) wgmma_mix<T>(o, weight[j], further(from, j * 16 * 128), add | j);
         wgmma_commit();
     };
     auto weigh = [&] {
@@ -1949,18 +1991,17 @@ template <class T, int D>
 __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const __grid_constant__ Work w) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef WgmmaShape<D> S;
-    constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES, CONSUMING = 128 * GROUPS;
+    constexpr int         M = S::M, GROUPS = S::GROUPS, CONSUMING = 128 * GROUPS;
     extern __shared__ __align__(1024) char shared[]; /* as WgmmaPlaces, with which ptxas orders the softmax otherwise */
-    char     *ks = shared, *vs = ks + STAGES * S::STAGE, *qs = vs + STAGES * S::STAGE;
-    uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + STAGES, *v_full = k_empty + STAGES,
-             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2, *piece_full = q_empty + 2;
+    char     *ks = shared, *vs = ks + S::K_STAGES * S::STAGE, *qs = vs + S::V_STAGES * S::STAGE;
+    uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + S::K_STAGES, *v_full = k_empty + S::K_STAGES,
+             *v_empty = v_full + S::V_STAGES, *q_full = v_empty + S::V_STAGES, *q_empty = q_full + 2,
+             *piece_full = q_empty + 2;
     Piece    *pieces = (Piece *)(k_full + 32); /* a piece comes with its queries; none: the end */
     const int group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            bar_init(k_full + i, 1), bar_init(v_full + i, 1);
-            bar_init(k_empty + i, GROUPS), bar_init(v_empty + i, GROUPS);
-        }
+        for (int i = 0; i < S::K_STAGES; i++) bar_init(k_full + i, 1), bar_init(k_empty + i, GROUPS);
+        for (int i = 0; i < S::V_STAGES; i++) bar_init(v_full + i, 1), bar_init(v_empty + i, GROUPS);
         for (int i = 0; i < 2; i++)
             bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS), bar_init(piece_full + i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -1970,9 +2011,10 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 32 : 88));
-        const int    warp = threadIdx.x / 32;
-        Ring<STAGES> k, v;
-        Ring<2>      q;
+        const int         warp = threadIdx.x / 32;
+        Ring<S::K_STAGES> k;
+        Ring<S::V_STAGES> v;
+        Ring<2>           q;
         Walk         walk;
         const Attention *known = NULL; /* whose tensor maps may be used */
         if (warp == 1) {
@@ -1996,7 +2038,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                 if (p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
                 known = p.a;
                 __syncwarp();
-                if (lane == 0) load_keys<D, STAGES>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
+                if (lane == 0) load_keys<D>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
                 __syncwarp();
             } else {
                 if (p.a) gather_queries<T, D, M>(p, qs + q.stage * S::Q, threadIdx.x - 32);
@@ -2007,7 +2049,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 160 : 208));
         const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
-        Ring<STAGES> k, v;
+        Ring<S::K_STAGES> k;
+        Ring<S::V_STAGES> v;
         Ring<2>      q;
         if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
         for (;;) {
@@ -4168,8 +4211,11 @@ DKV__DEVICE bool gated_next(GatedWalk &x, GatedPiece &p, const GatedWork &w) {
 }
 
 /* What consumers must know of a tile in the ring. */
-struct Sight { int len, first, last, edge, tile; float bias; };
-DKV__DEVICE int sees(const Sight &x, int qi) { return qi < x.first || qi >= x.last ? 0 : least(x.len, qi - x.edge); }
+struct alignas(16) Sight { int len, first, last, edge, tile; float bias; };
+DKV__DEVICE int sees(const Sight &x, int qi) {
+    const int n = least(x.len, qi - x.edge);
+    return qi < x.first || qi >= x.last ? 0 : n;
+}
 
 /* Tile i of a piece: where its keys are, and who sees them. Entries are read 32 at a time, one per lane. */
 struct TileReader {
@@ -4296,8 +4342,7 @@ DKV__DEVICE void store_gradients(const GatedWork &w, const GatedPiece &p, int r,
 
 template <int D> struct GatedShape {
     typedef WgmmaShape<D> S;
-    static constexpr int RINGS = 2 * S::STAGES * S::STAGE + 2 * S::Q;
-    static constexpr int SHARED = RINGS + 256 + (int)(S::STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
+    static constexpr int SHARED = S::RINGS + 256 + (int)(S::K_STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -4319,7 +4364,7 @@ DKV__DEVICE void acquire_maps(const GatedPiece &p, const GatedContext *&known) {
     known = p.c;
 }
 
-/* Walks, and keeps the rings full: pieces with their Q, tiles as K, V, K, V. By one warp. */
+/* Walks, and keeps the rings full: pieces with their Q, K of a tile before V of the tile before. By one warp. */
 template <int D>
 DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight *sights, GatedPiece *pieces) {
     typedef WgmmaShape<D> S;
@@ -4327,7 +4372,8 @@ DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight
     uint64_t *const       q_full = x.more, *const q_empty = q_full + 2;
     const uint64_t        policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
     const bool            leads = (threadIdx.x & 31) == 0;
-    Ring<S::STAGES>       k, v;
+    Ring<S::K_STAGES>     k;
+    Ring<S::V_STAGES>     v;
     Ring<2>               q;
     GatedPiece            p;
     GatedWalk             walk = gated_walk(w, w.sides);
@@ -4347,24 +4393,29 @@ DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight
             load_boxes<D, M, M>(x.qs + q.stage * S::Q, &w.q, (int)first_row<M>(p), 0, q_full + q.stage,
                                 policy_evict_normal());
         TileReader reader;
+        int        row = 0; /* of the tile before, whose V follows this one's K */
+        auto       load_v = [&](bool own) {
+            bar_wait(x.v_empty + v.stage, v.phase ^ 1);
+            bar_expect(x.v_full + v.stage, S::STAGE);
+            load_boxes<D, TILE, TILE>(x.vs + v.stage * S::STAGE, own ? &w.own_v : &p.c->v, row, own ? 0 : p.g,
+                                      x.v_full + v.stage, policy);
+            v.next();
+        };
         for (int i = p.tile; i < p.end; i++) {
             if ((i - p.tile) % 32 == 0) reader.read(p, i);
             const int4 e = reader.get((i - p.tile) % 32);
             if (!leads) continue;
             const bool own = i >= p.opens;
-            const int  row = own ? key0 + e.x : e.x, head = own ? 0 : p.g;
             bar_wait(x.k_empty + k.stage, k.phase ^ 1);
             sights[k.stage] = sight_of(p, i, e);
             bar_expect(x.k_full + k.stage, S::STAGE);
-            load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, row, head,
-                                      x.k_full + k.stage, policy);
+            load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, own ? key0 + e.x : e.x,
+                                      own ? 0 : p.g, x.k_full + k.stage, policy);
             k.next();
-            bar_wait(x.v_empty + v.stage, v.phase ^ 1);
-            bar_expect(x.v_full + v.stage, S::STAGE);
-            load_boxes<D, TILE, TILE>(x.vs + v.stage * S::STAGE, own ? &w.own_v : &p.c->v, row, head,
-                                      x.v_full + v.stage, policy);
-            v.next();
+            if (i > p.tile) load_v(i - 1 >= p.opens);
+            row = own ? key0 + e.x : e.x;
         }
+        if (leads && p.tile < p.end) load_v(p.end - 1 >= p.opens);
         __syncwarp();
     }
 }
@@ -4375,16 +4426,14 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef WgmmaShape<D> S;
     const WgmmaPlaces<D>  x;
-    constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES;
+    constexpr int         M = S::M, GROUPS = S::GROUPS;
     uint64_t *const       q_full = x.more, *const q_empty = q_full + 2;
     Sight *const          sights = (Sight *)(x.k_full + 32);
-    GatedPiece *const     pieces = (GatedPiece *)(sights + STAGES);
+    GatedPiece *const     pieces = (GatedPiece *)(sights + S::K_STAGES);
     const int             group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            bar_init(x.k_full + i, 1), bar_init(x.v_full + i, 1);
-            bar_init(x.k_empty + i, GROUPS), bar_init(x.v_empty + i, GROUPS);
-        }
+        for (int i = 0; i < S::K_STAGES; i++) bar_init(x.k_full + i, 1), bar_init(x.k_empty + i, GROUPS);
+        for (int i = 0; i < S::V_STAGES; i++) bar_init(x.v_full + i, 1), bar_init(x.v_empty + i, GROUPS);
         for (int i = 0; i < 2; i++) bar_init(q_full + i, 1), bar_init(q_empty + i, GROUPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -4397,8 +4446,9 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 208));
     const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
-    Ring<STAGES> k, v;
-    Ring<2>      q;
+    Ring<S::K_STAGES> k;
+    Ring<S::V_STAGES> v;
+    Ring<2>           q;
     if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
     for (;; q.next()) {
         const GatedPiece &p = pieces[q.stage];
@@ -4412,7 +4462,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
         int                 seen[2], len = 0, len_before;
         float               bias;
         auto look = [&](int) {
-            const Sight &y = sights[k.stage];
+            const Sight y = sights[k.stage];
             len_before = len, len = y.len;
             seen[0] = sees(y, qi[0]), seen[1] = sees(y, qi[1]), bias = y.bias;
         };
@@ -4614,10 +4664,18 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
         const int           qi[2] = {(p.m * M + r) / c.G, (p.m * M + r + 8) / c.G}, end = p.end, begin = p.tile;
         const float4       *stats = w.stats + first_row<M>(p) + r, stat0 = __ldcg(stats), stat1 = __ldcg(stats + 8);
         const float         lse[2] = {stat0.x, stat1.x}, delta[2] = {stat0.y, stat1.y}, unlift[2] = {stat0.z, stat1.z};
-        const uint32_t      q_at = shared_address(x.qs) + own * 64 * 128, g_at = shared_address(x.gs) + own * 64 * 128;
+        const uint64_t      q_at = descriptor(shared_address(x.qs) + own * 64 * 128, 1);
+        const uint64_t      g_at = descriptor(shared_address(x.gs) + own * 64 * 128, 1);
         uint32_t            q[D / 16][4], weight[4][4];
         float               dq[D / 8][4], s[8][4], dp[8][4], sum[2] = {0.0f, 0.0f};
         int                 before = -1; /* the stage whose K the last product still reads */
+        float               all = 0.0f;  /* this thread's sum of dS of the last tile that is done */
+        int                 tile = -1;   /* and which one that is */
+        auto leave = [&] {
+            for (int j = 16; j; j >>= 1) all += __shfl_xor_sync(~0u, all, j);
+            const int64_t cell = c.first_open + (int64_t)p.g * c.tiles + tile;
+            if (lane == 0 && tile >= 0) w.partial[(cell * w.blocks + p.m) * S::WARPS + warp] = all;
+        };
 #pragma unroll
         for (int i = 0; i < D / 16 && D == 128; i++)
             ldmatrix(q[i], shared_address(x.qs) + tile_offset<128, M>(warp * 16 + (lane & 15), 2 * i + (lane >> 4)));
@@ -4628,34 +4686,41 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
             for (int h = 0; h < len; h += CHUNK) {
                 const uint32_t at = shared_address(x.ring + k.stage * S::STAGE);
                 bar_wait(x.full + k.stage, k.phase);
-                const Sight &y = x.sights[k.stage];
+                const Sight y = x.sights[k.stage];
                 len = y.len;
                 if (len - h < CHUNK) /* what follows may be closed, and NaN, which no 0 of dS hides */
                     clear_rows<D, CHUNK, 128>(x.ring + k.stage * S::STAGE, len - h, tid % 128, 4 + own);
-                const int   seen[2] = {sees(y, qi[0]) - h, sees(y, qi[1]) - h}, tile = y.tile;
-                const float from[2] = {lse[0] - y.bias, lse[1] - y.bias};
+                const uint64_t k_at = descriptor(at, 1), v_at = further(k_at, S::STAGE / 2);
                 wgmma_fence();
 #pragma unroll
                 for (int j = 0; j < D / 16; j++) {
-                    const uint64_t k_at = descriptor(at + j / 4 * CHUNK * 128 + j % 4 * 32, 1);
-                    if (D == 128) wgmma_scores<T>(s, q[j], k_at, j > 0);
-                    else wgmma_scores<T>(s, descriptor(q_at + j * 32, 1), k_at, j > 0);
+                    const uint64_t kj = further(k_at, j / 4 * CHUNK * 128 + j % 4 * 32);
+                    if (D == 128) wgmma_scores<T>(s, q[j], kj, j > 0);
+                    else wgmma_scores<T>(s, further(q_at, j * 32), kj, j > 0);
                 }
                 wgmma_commit();
 #pragma unroll
                 for (int j = 0; j < D / 16; j++)
-                    wgmma_scores<T>(dp, descriptor(g_at + j / 4 * M * 128 + j % 4 * 32, 1),
-                                    descriptor(at + S::STAGE / 2 + j / 4 * CHUNK * 128 + j % 4 * 32, 1), j > 0);
+                    wgmma_scores<T>(dp, further(g_at, j / 4 * M * 128 + j % 4 * 32),
+                                    further(v_at, j / 4 * CHUNK * 128 + j % 4 * 32), j > 0);
                 wgmma_commit();
+                if (h == 0 && i > begin) leave(); /* while they run */
+                const int   seen[2] = {sees(y, qi[0]) - h, sees(y, qi[1]) - h};
+                const float from[2] = {lse[0] - y.bias, lse[1] - y.bias};
                 wgmma_wait<1>();
                 settle(s);
                 if (before >= 0 && tid % 128 == 0) bar_arrive(x.empty + before); /* dQ before it is done, too */
                 before = k.stage;
+                int signs = 0;
 #pragma unroll
                 for (int n = 0; n < 8; n++) {
 #pragma unroll
-                    for (int u = 0; u < 4; u++) s[n][u] = exp2_fast(fmaf(s[n][u], times, -from[u >> 1]));
+                    for (int u = 0; u < 4; u++) {
+                        s[n][u] = exp2_fast(fmaf(s[n][u], times, -from[u >> 1]));
+                        signs |= __float_as_int(s[n][u]);
+                    }
                 }
+                if (signs < 0) __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
                 wgmma_wait<0>();
                 settle(dp);
 #pragma unroll
@@ -4679,20 +4744,16 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const int add = (i > begin || h > 0) | j;
-                    wgmma_mix<T>(dq, weight[j], descriptor(at + j * 16 * 128, CHUNK * 128), add);
+                    wgmma_mix<T>(dq, weight[j], further(descriptor(at, CHUNK * 128), j * 16 * 128), add);
                 }
                 wgmma_commit();
                 k.next();
                 if (h + CHUNK < len) continue;
-                float all = sum[0] * unlift[0] + sum[1] * unlift[1];
-                for (int j = 16; j; j >>= 1) all += __shfl_xor_sync(~0u, all, j);
-                if (lane == 0 && tile >= 0) {
-                    const int64_t cell = c.first_open + (int64_t)p.g * c.tiles + tile;
-                    w.partial[(cell * w.blocks + p.m) * S::WARPS + warp] = all;
-                }
+                all = sum[0] * unlift[0] + sum[1] * unlift[1], tile = y.tile;
                 sum[0] = sum[1] = 0.0f;
             }
         }
+        if (begin < end) leave();
         wgmma_wait<0>();
         settle(dq);
         if (before >= 0 && tid % 128 == 0) bar_arrive(x.empty + before);
