@@ -4989,7 +4989,6 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const 
     let_next_start();
     first_walk<S>(w);
     while (next_piece<S>()) {
-        const float times = p.c->times;
         float       s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
         uint32_t    weight[2][KEYS / 16][4];
         unsigned    key = p.tile * TILE;
@@ -5003,6 +5002,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const 
             scores32<T, D, M>(dp, shared + S::ROWS, k + S::STAGE);
             const Sight y = d.tiles[key / TILE % 4].sight;
             const int   lane = this_thread() & 31;
+            const float times = p.c->times;
             const bool  partly = y.tile < 0 || len_at<S>(key) < KEYS; /* not all rows see all keys */
 #pragma unroll
             for (int i = 0; i < 4; i++) {
