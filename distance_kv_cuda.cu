@@ -3903,8 +3903,7 @@ struct GatedWork { /* kernel parameter */
     float              *slots;     /* [2 * CTAs] parts of items */
     float              *partial;   /* [head][tile][block][warp] sums of dS */
     int64_t             opens_of_side;
-    int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells, sms;
-    int                 arch;
+    int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells, sms, arch;
 };
 
 /* How many tiles the parts of a context are cut into: sink, the farthest bin, each of the other bins, recent. */
@@ -4774,9 +4773,12 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
 
    math    as the two kernels above
    shapes  32 rows a warp, so that two products share what ldmatrix brings of K and V; steps of 64 keys forward and 32
-           backward, for registers
-   CTA     M / 32 warps, which all copy K and V of the next step and then compute this one: one barrier a step. Two CTAs
-           a multiprocessor where they fit: the exponentials of one run under the products of the other
+           backward, for registers: D 128 takes 255 a thread, D 64 168
+   CTA     M / 32 warps, which all copy K and V of the next step and compute this one: one barrier a step. Two CTAs a
+           multiprocessor where they fit (99 KB each at D 128, 60 and 68 at D 64): the exponentials of one run under
+           the products of the other
+   why     on an H200, for 32/8 heads over 130816 keys, both passes take 1.57 (N_q 32) and 1.64 (N_q 128) times as long
+           as by wgmma, at d 64 1.73 times: products, and what ldmatrix reads for them, take about as long
    limits  as above; 99 KB of shared memory                                                                         */
 
 struct alignas(16) Keys { const char *first; int64_t stride; int d; }; /* a row, bytes between rows, elements of one */
