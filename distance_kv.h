@@ -615,6 +615,7 @@ typedef struct dkv_cuda_work {
     const int64_t *lengths;
     int64_t n, items, items_at, arrived_at, rows, longest;
     int32_t ctas, blocks, split, kernel, type, d, tma, shared, overlap;
+    uint64_t map[64];
 } dkv_cuda_work;
 
 /* Prepares a[0..n-1] once for any number of launches: tile lists and tensor maps go to block (device, 128-byte
@@ -643,16 +644,17 @@ typedef struct dkv_cuda_gated {
     int64_t sizes[40];
 } dkv_cuda_gated;
 
-/* dkv_gated_forward and _backward on sm_90, prepared once for any number of passes while the values behind the pointers
-   change: tables go to block (device, 128-byte aligned), what passes write to ws (device, 128-byte aligned; works whose
-   passes run on one stream may share one). Either pass stands alone: backward takes what forward wrote to out, lse and
-   the relaxed ones. The lists of open bins are made on the device: ln_u and open may come from kernels before.
+/* dkv_gated_forward and _backward on the device, prepared once for any number of passes while the values behind the
+   pointers change: tables go to block (device, 128-byte aligned), what passes write to ws (device, 128-byte aligned;
+   works whose passes run on one stream may share one). Either pass stands alone: backward takes what forward wrote to
+   out, lse and the relaxed ones. The lists of open bins are made on the device: ln_u and open may come from kernels
+   before.
    context: strided, or packed with all T_c rows of every head; f16 or bf16, rows of 16 bytes (ALIGN), the same type in
    the whole batch, which is straight-through as a whole or not at all (FIELD). d_k and d_v: multiples of 8, at most
    128. Suffixes: any strides and f32, f16 or bf16; q, k, v and d_out are rounded to the context's type. T_c at most
    2^30. Outputs may not overlap inputs, which is not checked. A NaN in a query stays in its rows of out and dq; one in
    the k or v of a suffix (also a number that f16 does not hold) may reach rows of other suffixes of its context. SHAPE,
-   TYPE, FIELD, RANGE, STATE, CAPACITY, ALIGN; DEVICE where there is no sm_90. */
+   TYPE, FIELD, RANGE, STATE, CAPACITY, ALIGN. */
 extern dkv_result dkv_cuda_gated_size(size_t *block_bytes, size_t *ws_bytes, const dkv_gated *c, int64_t n);
 extern dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gated *c, int64_t n, void *block,
                                          size_t block_bytes, void *ws, size_t ws_bytes, void *stream);

@@ -264,8 +264,30 @@ bool is_vector(const dkv_tensor &t) {
 
 /* ---- host ---- */
 
+
 dkv_result launched() { return cudaPeekAtLastError() == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
 dkv_result did(cudaError_t e) { return e == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
+
+/* On sm_90 the next kernel's launch overlaps the end of the one before it. */
+template <class... A>
+dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, bool overlaps, cudaStream_t stream,
+                  const A &...a) {
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid;
+    c.blockDim = dim3((unsigned)threads);
+    c.dynamicSmemBytes = (size_t)shared;
+    c.stream = stream;
+    c.attrs = &overlap;
+    c.numAttrs = overlaps;
+    if (shared > 48 << 10) {
+        dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        if (r) return r;
+    }
+    return did(cudaLaunchKernelEx(&c, kernel, a...));
+}
 
 struct Device {
     int arch, sms, shared; /* compute capability, multiprocessors, bytes of shared memory a CTA may have */
@@ -394,35 +416,55 @@ struct PackSide {
     dkv_tensor from;       /* [T_c][Hkv][d] */
     char      *to;         /* rows of all heads */
     float     *scale;      /* [Hkv][d'], 8-bit only: largest magnitudes until they are made scales */
-    int        d, row, vector, copy; /* row bytes; from has 16-byte rows; and is of the same type */
+    int        d, row, vector; /* row bytes; from has 16-byte rows */
 };
-struct PackLayer { /* grid: (tiles of the longest head, heads), from head g on */
+struct PackLayer { /* grid: (shares of the tiles of all heads, sides) */
     PackSide       side[2];
     const int64_t *first, *rows; /* of the layer, on the device */
     const dkv_run *runs;
-    int            g;
+    int64_t        tiles; /* of all heads */
+    int            Hkv;
     dkv_type       type;
 };
-struct PackHead { /* what a CTA needs of it */
-    const dkv_run *runs;
-    int64_t        rows, base; /* base: its first packed row */
+struct PackTile { /* of the line of all heads' tiles, the x-th, and so the x-th of the packed layer */
+    const dkv_run *runs;  /* of its head */
+    int64_t        rows, tile; /* the head's; which of its tiles */
     int            n_runs, g;
 };
-DKV__DEVICE PackHead pack_head(const PackLayer &p) {
-    PackHead h;
-    h.g = p.g + blockIdx.y;
-    h.runs = p.runs + p.first[h.g];
-    h.n_runs = (int)(p.first[h.g + 1] - p.first[h.g]);
-    h.rows = p.rows[h.g];
-    h.base = 0;
-    for (int i = 0; i < h.g; i++) h.base += round_up(p.rows[i], TILE);
-    return h;
+DKV__DEVICE PackTile pack_tile_at(const PackLayer &p, int64_t x) { /* x < tiles; by whole warps */
+    const int lane = threadIdx.x & 31;
+    int64_t   before = 0;
+    for (int g0 = 0;; g0 += 32) {
+        const int     g = least(g0 + lane, p.Hkv - 1);
+        const int64_t rows = g0 + lane < p.Hkv ? p.rows[g] : 0, tiles = ceil_div(rows, TILE), first = p.first[g];
+        const int     n_runs = (int)(p.first[g + 1] - first);
+        int64_t       upto = tiles;
+        for (int j = 1; j < 32; j <<= 1) {
+            int64_t y = __shfl_up_sync(~0u, upto, j);
+            upto += lane >= j ? y : 0;
+        }
+        const unsigned open = __ballot_sync(~0u, before + upto > x);
+        if (open || g0 + 32 >= p.Hkv) {
+            const int i = __ffs(open | 1u << 31) - 1;
+            return PackTile{p.runs + __shfl_sync(~0u, first, i), __shfl_sync(~0u, rows, i),
+                            x - before - __shfl_sync(~0u, upto - tiles, i), __shfl_sync(~0u, n_runs, i), g0 + i};
+        }
+        before += __shfl_sync(~0u, upto, 31);
+    }
 }
 
-/* Where the 128 rows of this CTA's tile come from; -1: padding. Runs are found by a 32-ary search of one warp, and
-   each row's run among those of the tile by halving. */
-DKV__DEVICE void tile_positions(const PackHead &h, int64_t tile, int64_t *position, dkv_run *runs, int *found) {
-    const int tid = threadIdx.x, lane = tid & 31;
+constexpr int64_t NOWHERE = INT64_MIN; /* padding comes from there */
+struct PackShared {
+    int64_t offset[2][TILE]; /* of two tiles, in turns */
+    dkv_run runs[TILE];
+    int     found;
+};
+
+/* Offsets in the source of the 128 rows of a tile. Runs are found by a 32-ary search of one warp, and each row's run
+   among those of the tile by halving. */
+DKV__DEVICE void tile_offsets(const PackTile &h, const dkv_tensor &t, int64_t *offset, PackShared *sh) {
+    const int     tid = threadIdx.x, lane = tid & 31;
+    const int64_t tile = h.tile;
     if (tid < 32) {
         int lo = 0, n = h.n_runs; /* the last run with row <= first row of the tile is in [lo, lo + n) */
         while (n > 1) {
@@ -432,26 +474,63 @@ DKV__DEVICE void tile_positions(const PackHead &h, int64_t tile, int64_t *positi
             lo += last * step;
             n = least(step, n - last * step);
         }
-        if (lane == 0) *found = lo;
+        if (lane == 0) sh->found = lo;
     }
     __syncthreads();
-    if (tid < TILE && *found + tid < h.n_runs) runs[tid] = h.runs[*found + tid];
+    if (tid < TILE && sh->found + tid < h.n_runs) sh->runs[tid] = h.runs[sh->found + tid];
     __syncthreads();
     if (tid < TILE) {
         int64_t row = tile * TILE + tid;
-        int     lo = 0, n = least(h.n_runs - *found, TILE);
+        int     lo = 0, n = least(h.n_runs - sh->found, TILE);
         while (n > 1) {
             int half = n / 2;
-            bool before = runs[lo + half].row <= row;
+            bool before = sh->runs[lo + half].row <= row;
             lo += before ? half : 0;
             n = before ? n - half : half;
         }
-        position[tid] = row < h.rows ? runs[lo].pos + row - runs[lo].row : -1;
+        const int64_t from = (sh->runs[lo].pos + row - sh->runs[lo].row) * t.stride_token + h.g * t.stride_head;
+        offset[tid] = row < h.rows ? from : NOWHERE;
     }
     __syncthreads();
 }
 
+/* A CTA's share of a side's tiles, forwards (WAY 1) or backwards (-1). The next one's offsets are found while the loads
+   of the one at hand are under way: found first, they took longer than the loads. */
+template <int WAY> struct PackWalk {
+    const PackLayer &p;
+    const PackSide  &s;
+    PackShared      *sh;
+    int              tile, end, g, next_g; /* heads of this tile and the next */
+    DKV__DEVICE PackWalk(const PackLayer &layer, PackShared *shared) : p(layer), s(layer.side[blockIdx.y]), sh(shared) {
+        const int x = (int)(p.tiles * blockIdx.x / gridDim.x), y = (int)(p.tiles * (blockIdx.x + 1) / gridDim.x);
+        tile = WAY > 0 ? x : y - 1, end = WAY > 0 ? y : x - 1;
+        g = next_g = find(tile);
+    }
+    DKV__DEVICE int find(int x) {
+        const PackTile y = pack_tile_at(p, x);
+        tile_offsets(y, s.from, sh->offset[x & 1], sh);
+        return y.g;
+    }
+    DKV__DEVICE const int64_t *offset() const { return sh->offset[tile & 1]; }
+    DKV__DEVICE void look_ahead() { /* by all threads, once per tile */
+        if (tile + WAY != end) next_g = find(tile + WAY);
+    }
+    DKV__DEVICE bool ends_head() const { return tile + WAY == end || next_g != g; }
+    DKV__DEVICE void step() { tile += WAY, g = next_g; }
+};
+
 struct Eight { float x[8]; };
+DKV__DEVICE Eight eight_of(const uint4 &raw, dkv_type type) { /* 16-bit types */
+    const uint32_t pair[4] = {raw.x, raw.y, raw.z, raw.w};
+    Eight          y;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float2 v = type == DKV_F16 ? __half22float2(*(const __half2 *)&pair[j])
+                                   : float2{__uint_as_float(pair[j] << 16), __uint_as_float(pair[j] & 0xffff0000u)};
+        y.x[2 * j] = v.x, y.x[2 * j + 1] = v.y;
+    }
+    return y;
+}
 DKV__DEVICE Eight load8(const char *p, dkv_type type, int64_t stride, bool vector) {
     Eight y;
     if (!vector) {
@@ -460,14 +539,7 @@ DKV__DEVICE Eight load8(const char *p, dkv_type type, int64_t stride, bool vecto
         *(float4 *)y.x = *(const float4 *)p;
         *(float4 *)(y.x + 4) = *(const float4 *)(p + 16);
     } else {
-        const uint4    raw = *(const uint4 *)p;
-        const uint32_t pair[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float2 v = type == DKV_F16 ? __half22float2(*(const __half2 *)&pair[j])
-                                       : float2{__uint_as_float(pair[j] << 16), __uint_as_float(pair[j] & 0xffff0000u)};
-            y.x[2 * j] = v.x, y.x[2 * j + 1] = v.y;
-        }
+        y = eight_of(*(const uint4 *)p, type);
     }
     return y;
 }
@@ -480,14 +552,17 @@ DKV__DEVICE void store8(char *p, dkv_type type, const Eight &y) { /* 16-bit type
     }
     *(uint4 *)p = uint4{pair[0], pair[1], pair[2], pair[3]};
 }
-template <int TYPE> DKV__DEVICE uint32_t bytes_of(float a, float b, float c, float d) { /* rounded to nearest even */
-    if (TYPE == DKV_FP8) {
-        return (uint32_t)__nv_cvt_float2_to_fp8x2(float2{a, b}, __NV_SATFINITE, __NV_E4M3) |
-               (uint32_t)__nv_cvt_float2_to_fp8x2(float2{c, d}, __NV_SATFINITE, __NV_E4M3) << 16;
+/* Rounded to nearest even. i8: |x| <= 127 by its scale, and then the low byte of 1.5 * 2^23 + x is x. */
+template <int TYPE> DKV__DEVICE uint32_t bytes_of(const float *x) {
+    if constexpr (TYPE == DKV_FP8) {
+        return (uint32_t)__nv_cvt_float2_to_fp8x2(float2{x[0], x[1]}, __NV_SATFINITE, __NV_E4M3) |
+               (uint32_t)__nv_cvt_float2_to_fp8x2(float2{x[2], x[3]}, __NV_SATFINITE, __NV_E4M3) << 16;
+    } else {
+        uint32_t y[4];
+#pragma unroll
+        for (int u = 0; u < 4; u++) y[u] = __float_as_uint(x[u] + 12582912.0f);
+        return __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
     }
-    /* |x| <= 127 by its scale */
-    uint32_t lo = __byte_perm((uint32_t)__float2int_rn(a), (uint32_t)__float2int_rn(b), 0x0040);
-    return __byte_perm(lo, __byte_perm((uint32_t)__float2int_rn(c), (uint32_t)__float2int_rn(d), 0x0040), 0x5410);
 }
 
 DKV__DEVICE float scale_from(float top, dkv_type type) {
@@ -495,151 +570,159 @@ DKV__DEVICE float scale_from(float top, dkv_type type) {
     return s < 1.17549435e-38f ? 1.0f : s; /* zeros, or subnormal and as good as zeros; not a NaN */
 }
 
-/* Rows of one tile. Same type: 16 bytes as they are, eight loads of a thread in flight. */
-__global__ void __launch_bounds__(256) pack_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t position[TILE];
-    __shared__ dkv_run runs[TILE];
-    __shared__ int     found;
-    const PackHead     h = pack_head(p);
-    if ((int64_t)blockIdx.x * TILE >= h.rows) return;
-    tile_positions(h, blockIdx.x, position, runs, &found);
-    for (int i = 0; i < 2; i++) {
-        const PackSide &s = p.side[i];
-        char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row;
-        if (s.copy) {
-            const int chunks = s.row / 16, n = TILE * chunks, real = s.d / 8;
-            for (int j0 = threadIdx.x; j0 < n; j0 += 256 * 8) {
-                uint4 x[8];
+/* A thread has eight channels of every lanes-th row. */
+constexpr int PACK_ROWS = 8, PACK_CTAS = 3; /* rows whose loads are under way together; CTAs of a multiprocessor */
+
+/* A thread's rows of a tile: the c-th eight channels of rows row, row + lanes, ... WHOLE: 16 bytes at once of 16-bit
+   types, all rows' together. Rows beyond the tile are its last one then, padding its first: loads have no condition,
+   since ptxas would have each wait for the one before. */
+template <bool WHOLE> struct PackRows {
+    const PackSide &s;
+    const bool      inside; /* channels that exist */
+    const char     *from;
+    uint4           raw[PACK_ROWS];
+    DKV__DEVICE PackRows(const PackSide &side, int c) : s(side), inside(c * 8 < side.d) {
+        from = (const char *)s.from.data + (inside ? c * 8 * s.from.stride_dim : 0);
+    }
+    DKV__DEVICE void load(const int64_t *offset, int row, int lanes, bool again = false) { /* again: and later again */
 #pragma unroll
-                for (int u = 0; u < 8; u++) {
-                    int j = j0 + u * 256, row = j / chunks, c = j % chunks;
-                    x[u] = uint4{0, 0, 0, 0};
-                    if (j < n && position[row] >= 0 && c < real) {
-                        x[u] = __ldcs((const uint4 *)(at(s.from, position[row], h.g) + 16 * c));
-                    }
-                }
-#pragma unroll
-                for (int u = 0; u < 8; u++) {
-                    if (j0 + u * 256 < n) *(uint4 *)(to + (j0 + u * 256) * 16) = x[u];
-                }
-            }
-            continue;
+        for (int k = 0; WHOLE && k < PACK_ROWS; k++) {
+            const int64_t at = offset[least(row + k * lanes, TILE - 1)];
+            const uint4  *src = (const uint4 *)(from + (at == NOWHERE ? offset[0] : at));
+            raw[k] = again ? __ldcg(src) : __ldcs(src);
         }
-        const int chunks = s.row / 16; /* of eight elements; d is a multiple of 8 */
-        for (int j = threadIdx.x; j < TILE * chunks; j += 256) {
-            int   row = j / chunks, c = j % chunks;
-            Eight x = {};
-            if (position[row] >= 0 && c * 8 < s.d) {
-                x = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type, s.from.stride_dim,
-                          s.vector);
+    }
+    DKV__DEVICE Eight at(int k, int64_t offset) const { /* padding is zeros */
+        if (!inside || offset == NOWHERE) return Eight{};
+        return WHOLE ? eight_of(raw[k], s.from.type) : load8(from + offset, s.from.type, s.from.stride_dim, s.vector);
+    }
+};
+
+/* Same type: 16 bytes as they are. A CTA per tile: four fit a multiprocessor, and the hardware deals them evenly. */
+template <bool WHOLE>
+__global__ void __launch_bounds__(256, 4) pack_tiles(const __grid_constant__ PackLayer p) {
+    __shared__ PackShared sh;
+    let_next_start();
+    const PackSide &s = p.side[blockIdx.y];
+    const int       chunks = s.row / 16, lanes = 256 / chunks, c = threadIdx.x % chunks, row0 = threadIdx.x / chunks;
+    PackRows<WHOLE> x(s, c);
+    for (PackWalk<1> walk(p, &sh); walk.tile != walk.end; walk.step()) {
+        char *to = s.to + (int64_t)walk.tile * TILE * s.row + c * 16;
+        x.load(walk.offset(), row0, lanes);
+        walk.look_ahead();
+        for (int row = row0; row0 < lanes && row < TILE; row += lanes * PACK_ROWS) {
+            if (row != row0) x.load(walk.offset(), row, lanes);
+#pragma unroll
+            for (int k = 0; k < PACK_ROWS; k++) {
+                const int at = row + k * lanes;
+                if (at >= TILE) break;
+                const int64_t offset = walk.offset()[at];
+                if (!WHOLE || s.from.type != p.type) store8(to + at * s.row, p.type, x.at(k, offset));
+                else *(uint4 *)(to + at * s.row) = offset == NOWHERE || !x.inside ? uint4{0, 0, 0, 0} : x.raw[k];
             }
-            store8(to + (int64_t)row * s.row + c * 16, p.type, x);
         }
     }
 }
 
-/* A thread has eight channels of every lanes-th row; rows whose loads are in flight together. */
-constexpr int PACK_ROWS = 4;
+/* Magnitudes of two 16-bit floats at once: as integers their order is theirs. */
+DKV__DEVICE void widen_top(uint32_t (&top)[4], const uint4 &x) {
+    top[0] = __vmaxu2(top[0], x.x & 0x7fff7fffu), top[1] = __vmaxu2(top[1], x.y & 0x7fff7fffu);
+    top[2] = __vmaxu2(top[2], x.z & 0x7fff7fffu), top[3] = __vmaxu2(top[3], x.w & 0x7fff7fffu);
+}
 
-/* Largest magnitudes of the head's channels into side.scale: as integers their order is that of the floats, so the
-   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. Tiles in turns. */
-__global__ void __launch_bounds__(256) measure_tiles(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t  position[TILE];
-    __shared__ dkv_run  runs[TILE];
-    __shared__ int      found;
-    __shared__ unsigned top[2][256];
-    const PackHead      h = pack_head(p);
-    unsigned            own[2][8] = {};
-    for (int64_t tile = blockIdx.x; tile * TILE < h.rows; tile += gridDim.x) {
-        tile_positions(h, tile, position, runs, &found);
+/* Largest magnitudes of a head's channels into side.scale: as integers their order is that of the floats, so the
+   maximum does not depend on the order of CTAs. What is not finite becomes NaN, the largest of all. */
+template <bool WHOLE>
+__global__ void __launch_bounds__(256, PACK_CTAS) measure_tiles(const __grid_constant__ PackLayer p) {
+    __shared__ PackShared sh;
+    __shared__ unsigned   top[256];
+    let_next_start();
+    const PackSide &s = p.side[blockIdx.y];
+    const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks, row0 = threadIdx.x / chunks;
+    unsigned        own[8] = {};
+    uint32_t        pair[4] = {};
+    PackRows<WHOLE> x(s, c);
+    top[threadIdx.x] = 0;
+    for (PackWalk<-1> walk(p, &sh); walk.tile != walk.end; walk.step()) {
+        x.load(walk.offset(), row0, lanes, true);
+        walk.look_ahead();
+        for (int row = row0; row0 < lanes && row < TILE; row += lanes * PACK_ROWS) {
+            if (row != row0) x.load(walk.offset(), row, lanes, true);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const PackSide &s = p.side[i];
-            const int       chunks = s.d / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-            if (threadIdx.x >= lanes * chunks) continue;
-            for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
-                Eight x[PACK_ROWS];
-#pragma unroll
-                for (int k = 0; k < PACK_ROWS; k++) {
-                    int row = row0 + k * lanes;
-                    x[k] = Eight{};
-                    if (row < TILE && position[row] >= 0) {
-                        x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
-                                     s.from.stride_dim, s.vector);
-                    }
-                }
-#pragma unroll
-                for (int k = 0; k < PACK_ROWS; k++) {
-#pragma unroll
-                    for (int u = 0; u < 8; u++) {
-                        unsigned a = __float_as_uint(x[k].x[u]) & 0x7fffffffu;
-                        own[i][u] = most(own[i][u], a >= 0x7f800000u ? 0x7fc00000u : a);
-                    }
-                }
+            for (int k = 0; k < PACK_ROWS; k++) { /* rows twice do no harm */
+                if (WHOLE) widen_top(pair, x.raw[k]);
+                if (WHOLE || row + k * lanes >= TILE) continue;
+                const Eight y = x.at(k, walk.offset()[row + k * lanes]);
+                for (int u = 0; u < 8; u++) own[u] = most(own[u], __float_as_uint(y.x[u]) & 0x7fffffffu);
             }
         }
-        __syncthreads();
-    }
-    for (int i = 0; i < 2; i++) top[i][threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = 0; i < 2; i++) {
-        const PackSide &s = p.side[i];
+        if (!walk.ends_head()) continue;
+        const Eight y = eight_of(uint4{pair[0], pair[1], pair[2], pair[3]}, s.from.type);
         for (int u = 0; u < 8; u++) {
-            if (own[i][u]) atomicMax(&top[i][threadIdx.x % (s.d / 8) * 8 + u], own[i][u]);
+            const unsigned a = WHOLE ? __float_as_uint(y.x[u]) : own[u];
+            if (a) atomicMax(&top[c * 8 + u], a >= 0x7f800000u ? 0x7fc00000u : a);
+            own[u] = pair[u / 2] = 0;
         }
         __syncthreads();
-        if (threadIdx.x < s.d && top[i][threadIdx.x]) {
-            atomicMax((unsigned *)s.scale + h.g * (s.row / type_bytes(p.type)) + threadIdx.x, top[i][threadIdx.x]);
+        if (threadIdx.x < s.d && top[threadIdx.x]) {
+            atomicMax((unsigned *)s.scale + walk.g * s.row + threadIdx.x, top[threadIdx.x]);
+            top[threadIdx.x] = 0;
         }
+        __syncthreads();
     }
 }
 
-/* Rows of one tile in 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once). */
-template <int TYPE> __global__ void __launch_bounds__(256) quantise_tile(const __grid_constant__ PackLayer p) {
-    __shared__ int64_t position[TILE];
-    __shared__ dkv_run runs[TILE];
-    __shared__ int     found;
-    const PackHead     h = pack_head(p);
-    if ((int64_t)blockIdx.x * TILE >= h.rows) return;
-    tile_positions(h, blockIdx.x, position, runs, &found);
-    for (int i = 0; i < 2; i++) {
-        const PackSide &s = p.side[i];
-        const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks;
-        char           *to = s.to + (h.base + (int64_t)blockIdx.x * TILE) * s.row + c * 8;
-        float           scale[8], inverse[8];
-        if (threadIdx.x >= lanes * chunks) continue;
-        for (int u = 0; u < 8; u++) {
-            scale[u] = scale_from(s.scale[h.g * s.row + c * 8 + u], p.type);
-            inverse[u] = 1.0f / scale[u];
-        }
-        for (int row0 = threadIdx.x / chunks; row0 < TILE; row0 += lanes * PACK_ROWS) {
-            Eight x[PACK_ROWS];
-#pragma unroll
-            for (int k = 0; k < PACK_ROWS; k++) {
-                int row = row0 + k * lanes;
-                x[k] = Eight{};
-                if (row < TILE && position[row] >= 0 && c * 8 < s.d) {
-                    x[k] = load8(at(s.from, position[row], h.g) + c * 8 * s.from.stride_dim, s.from.type,
-                                 s.from.stride_dim, s.vector);
-                }
+/* In 8 bits: x / scale, divided exactly (Markstein: a product with the reciprocal, corrected once). Scales are still
+   largest magnitudes. What was measured last is in L2, so it comes first. */
+template <int TYPE, bool WHOLE>
+__global__ void __launch_bounds__(256, PACK_CTAS) quantise_tiles(const __grid_constant__ PackLayer p) {
+    __shared__ PackShared sh;
+    __shared__ float      scales[256], inverses[256];
+    let_next_start();
+    const PackSide &s = p.side[blockIdx.y];
+    const int       chunks = s.row / 8, lanes = 256 / chunks, c = threadIdx.x % chunks, row0 = threadIdx.x / chunks;
+    float           scale[8], inverse[8];
+    bool            begins_head = true;
+    PackRows<WHOLE> x(s, c);
+    for (PackWalk<1> walk(p, &sh); walk.tile != walk.end; walk.step()) {
+        char *to = s.to + (int64_t)walk.tile * TILE * s.row + c * 8;
+        x.load(walk.offset(), row0, lanes);
+        if (begins_head) {
+            __syncthreads();
+            if (threadIdx.x < s.row) {
+                const float y = scale_from(s.scale[walk.g * s.row + threadIdx.x], (dkv_type)TYPE);
+                scales[threadIdx.x] = y, inverses[threadIdx.x] = __frcp_rn(y);
             }
+            __syncthreads();
+#pragma unroll
+            for (int u = 0; u < 8; u++) scale[u] = scales[c * 8 + u], inverse[u] = inverses[c * 8 + u];
+        }
+        walk.look_ahead();
+        begins_head = walk.ends_head();
+        for (int row = row0; row0 < lanes && row < TILE; row += lanes * PACK_ROWS) {
+            if (row != row0) x.load(walk.offset(), row, lanes);
 #pragma unroll
             for (int k = 0; k < PACK_ROWS; k++) {
+                const int at = row + k * lanes;
+                if (at >= TILE) break;
+                Eight y = x.at(k, walk.offset()[at]);
 #pragma unroll
                 for (int u = 0; u < 8; u++) {
-                    float y = x[k].x[u] * inverse[u];
-                    x[k].x[u] = fmaf(fmaf(-y, scale[u], x[k].x[u]), inverse[u], y);
+                    const float z = y.x[u] * inverse[u];
+                    y.x[u] = fmaf(fmaf(-z, scale[u], y.x[u]), inverse[u], z);
                 }
-                if (row0 + k * lanes >= TILE) continue;
-                *(uint2 *)(to + (int64_t)(row0 + k * lanes) * s.row) =
-                    uint2{bytes_of<TYPE>(x[k].x[0], x[k].x[1], x[k].x[2], x[k].x[3]),
-                          bytes_of<TYPE>(x[k].x[4], x[k].x[5], x[k].x[6], x[k].x[7])};
+                *(uint2 *)(to + at * s.row) = uint2{bytes_of<TYPE>(y.x), bytes_of<TYPE>(y.x + 4)};
             }
         }
+#pragma unroll
+        for (int u = 0; u < 8; u++) /* i8 knows no NaN: channels with such a scale are zeros */
+            for (int row = row0; TYPE == DKV_I8 && scale[u] != scale[u] && row0 < lanes && row < TILE; row += lanes)
+                to[row * s.row + u] = 0;
     }
 }
 
 __global__ void finish_scales(float *scale, int n, dkv_type type) {
+    let_next_start();
     int i = blockIdx.x * 256 + threadIdx.x;
     if (i < n) scale[i] = scale_from(scale[i], type);
 }
@@ -674,29 +757,36 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     cudaStream_t st = (cudaStream_t)stream;
     char        *data = (char *)mem;
     const bool   scaled = type_bytes(type) == 1;
+    Device       dev;
     PackLayer    p = {};
-    p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k), 0};
-    p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v), 0};
-    for (PackSide &s : p.side) s.copy = s.vector && s.from.type == type;
+    dkv_result   r = device_read(&dev);
+    if (r) return r;
+    const bool overlap = dev.arch >= 90;
+    p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k)};
+    p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v)};
+    bool whole = true;
+    for (const PackSide &s : p.side) whole = whole && s.vector && s.from.type != DKV_F32;
     if (scaled) p.side[0].scale = (float *)(data + y.k_scale), p.side[1].scale = (float *)(data + y.v_scale);
     p.first = on_device->first + (int64_t)l * plan->Hkv;
     p.rows = on_device->rows + (int64_t)l * plan->Hkv;
     p.runs = on_device->runs;
+    p.tiles = y.rows / TILE;
+    p.Hkv = plan->Hkv;
     p.type = type;
-    int64_t longest = 0;
-    for (int g = 0; g < plan->Hkv; g++) longest = most(longest, ceil_div(rows[g], TILE));
-    dkv_result r = scaled ? did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)(y.bytes - y.k_scale), st)) : DKV_OK;
-    if (!scaled && longest) pack_tile<<<dim3((unsigned)longest, (unsigned)plan->Hkv), 256, 0, st>>>(p);
-    for (p.g = 0; scaled && p.g < plan->Hkv && !r; p.g++) { /* by heads, so that the second reading hits L2 */
-        unsigned tiles = (unsigned)ceil_div(rows[p.g], TILE);
-        if (!tiles) continue;
-        measure_tiles<<<least(tiles, 528u), 256, 0, st>>>(p);
-        if (type == DKV_I8) quantise_tile<DKV_I8><<<tiles, 256, 0, st>>>(p);
-        else quantise_tile<DKV_FP8><<<tiles, 256, 0, st>>>(p);
-    }
-    if (scaled && !r) {
-        int n = (int)((y.bytes - y.k_scale) / 4);
-        finish_scales<<<(n + 255) / 256, 256, 0, st>>>((float *)(data + y.k_scale), n, type);
+    const int64_t ctas = scaled ? (PACK_CTAS * dev.sms + 1) / 2 : p.tiles; /* of a side */
+    const dim3    grid((unsigned)least(p.tiles, ctas), 2);
+    auto run = [&](void (*kernel)(PackLayer)) {
+        if (p.tiles && !r) r = launch(kernel, grid, 256, 0, overlap, st, p);
+    };
+    if (scaled) {
+        const int n = (int)((y.bytes - y.k_scale) / 4);
+        r = did(cudaMemsetAsync(data + y.k_scale, 0, (size_t)n * 4, st));
+        run(whole ? measure_tiles<true> : measure_tiles<false>);
+        if (type == DKV_I8) run(whole ? quantise_tiles<DKV_I8, true> : quantise_tiles<DKV_I8, false>);
+        else run(whole ? quantise_tiles<DKV_FP8, true> : quantise_tiles<DKV_FP8, false>);
+        if (!r) r = launch(finish_scales, (n + 255) / 256, 256, 0, overlap, st, (float *)(data + y.k_scale), n, type);
+    } else {
+        run(whole ? pack_tiles<true> : pack_tiles<false>);
     }
     if (!r) r = launched();
     if (r) return r;
@@ -763,6 +853,9 @@ struct Work { /* kernel parameter */
     int             *arrived; /* [items], zero between launches */
     float           *slots;   /* [2 * CTAs][rows of a block * (D + 2)] */
     int              n_items, blocks, split, tma, stages;
+    int              single, groups; /* there is one attention; CTAs / blocks */
+    uint64_t         inverse;  /* 2^63 / groups, rounded up */
+    CUtensorMap      map[SOURCES]; /* of a batch of one attention: parameters need no fence */
 };
 
 DKV__DEVICE int64_t tail_length(const Work &w, const Item &x) {
@@ -771,13 +864,17 @@ DKV__DEVICE int64_t tail_length(const Work &w, const Item &x) {
 /* Tail rows that query i sees, of a tail of n. */
 DKV__DEVICE int64_t visible(int64_t n, int64_t N_q, int64_t i) { return least(most(n - N_q + 1 + i, (int64_t)0), n); }
 
+DKV__DEVICE int tiles_of(int64_t rows) { return (int)((uint64_t)(rows + TILE - 1) / TILE); }
+
 /* Tiles of context and tail that the row block ending before row end looks at. */
-DKV__DEVICE int tiles_until(const Item &x, int64_t length, int64_t end) {
-    int64_t last = least((end - 1) / x.G, (int64_t)x.N_q - 1);
-    return x.context + (int)ceil_div(visible(length, x.N_q, last), TILE);
+DKV__DEVICE int tiles_until(const Item &x, int64_t length, int end) {
+    const int last = end < x.N_q * x.G ? (end - 1) / x.G : x.N_q - 1;
+    return x.context + tiles_of(visible(length, x.N_q, last));
 }
 
 /* ---- shares of work ---- */
+
+constexpr int START = 2; /* units before an item's first tile: see Walk */
 
 /* Unit at which group c's share begins, of n groups. Called, as are other things that run once per piece: code that is
    run once costs the time it takes to fetch it. */
@@ -802,9 +899,12 @@ DKV__DEVICE int piece_slot(const Pieces &p, int c) {
     if (c > p.last || (p.units < p.groups && share(p.units, p.groups, c) == share(p.units, p.groups, c + 1))) return -1;
     return 2 * (c * p.blocks + p.m) + (c == p.first && p.late);
 }
-/* Of the item with n units from unit on; by a whole warp. */
-__device__ __noinline__ Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m) {
-    Pieces p = {units, groups, blocks, m, group_of(units, groups, unit), group_of(units, groups, unit + n - 1), 0, 0};
+/* Of the item with n units from unit on, the first `start` of them no tiles; by a whole warp. */
+__device__ __noinline__ Pieces pieces_of(int unit, int n, int units, int groups, int blocks, int m,
+                                             int start = 0) {
+    Pieces p = {units, groups, blocks, m, 0, 0, 0, 0};
+    p.first = group_of(units, groups, unit + start);
+    p.last = group_of(units, groups, unit + n - 1);
     p.late = share(units, groups, p.first) < unit;
     for (int c = p.first; c <= p.last; c += 32)
         p.count += __popc(__ballot_sync(~0u, piece_slot(p, c + (threadIdx.x & 31)) >= 0));
@@ -823,24 +923,21 @@ struct Piece {
     Pieces           all;                            /* and where all of them do */
 };
 
-/* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too.
-   Group c of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at
-   the same time. One warp of a CTA walks, and tells the others by shared memory. */
+/* Split mode: tiles of all KV heads form a line of units, at least one per item so that empty ones are written too, and
+   START before them: what it costs a CTA to begin another item (queries, a merge), or its share would end last. Group c
+   of n has units [share(c), share(c + 1)); its CTAs have one row block each and run through the same keys at the same
+   time. One warp of a CTA walks, and tells the others by shared memory. */
 struct Walk { int item, at, pieces, left, unit, units; };
 
 DKV__DEVICE int item_units(const Work &w, const Item &x) {
-    return most(x.context + (int)ceil_div(tail_length(w, x), TILE), 1);
+    return START + most(x.context + tiles_of(tail_length(w, x)), 1);
 }
-
 /* Completes a piece that is not the whole item; by a whole warp. */
 DKV__DEVICE void complete(Piece &p, const Walk &x, const Work &w) {
-    p.all = pieces_of(p.all.first, p.all.units, x.units, gridDim.x / w.blocks, w.blocks, p.m);
+    p.all = pieces_of(p.all.first, p.all.units, x.units, gridDim.x / w.blocks, w.blocks, p.m, START);
 }
 
-DKV__DEVICE int warp_sum(int x) {
-    for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(~0u, x, i);
-    return x;
-}
+DKV__DEVICE int warp_sum(int x) { return __reduce_add_sync(~0u, x); }
 
 /* Units before item, among all; total in *units. */
 DKV__DEVICE int units_before(const Work &w, int item, int *units) {
@@ -861,13 +958,16 @@ DKV__DEVICE Walk walk_begin(const Work &w) {
         x.item = (int)blockIdx.x;
         return x;
     }
-    const int groups = gridDim.x / w.blocks, c = blockIdx.x / w.blocks;
+    const int c = w.blocks == 1 ? blockIdx.x : blockIdx.x / w.blocks;
     int       own = lane < w.n_items ? item_units(w, w.items[lane]) : 0, before = 0; /* units of this lane's item */
     x.units = own;
+#pragma unroll 1
     for (int i = lane + 32; i < w.n_items; i += 32) x.units += item_units(w, w.items[i]);
     x.units = warp_sum(x.units);
-    const int begin = share(x.units, groups, c);
-    x.left = share(x.units, groups, c + 1) - begin;
+    /* share(units, groups, c) and the next, by a product */
+    const int begin = (int)__umul64hi((uint64_t)x.units * c << 1, w.inverse);
+    x.left = (int)__umul64hi((uint64_t)x.units * (c + 1) << 1, w.inverse) - begin;
+#pragma unroll 1
     for (int i = 0; i < w.n_items; i += 32) { /* the last item that starts at or before begin */
         if (i) own = i + lane < w.n_items ? item_units(w, w.items[i + lane]) : 0;
         int upto = own;
@@ -903,7 +1003,7 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     p.item = x.item;
     p.g = i.g;
     p.m = w.split ? (int)(blockIdx.x % w.blocks) : i.m;
-    p.query = p.m * M / p.G;
+    p.query = p.m ? p.m * M / p.G : 0;
     p.member = p.m * M - p.query * p.G;
     p.inverse = __fdividef(1.0f, (float)p.G);
     p.context = i.context;
@@ -911,16 +1011,17 @@ template <int M> DKV__DEVICE bool walk_next(Walk &x, Piece &p, const Work &w) {
     p.base = i.base;
     p.length = tail_length(w, i);
     p.tile = 0;
-    p.end = tiles_until(i, p.length, (int64_t)(p.m + 1) * M);
+    p.end = tiles_until(i, p.length, (p.m + 1) * M);
     p.whole = true;
     if (!w.split) {
         x.item += gridDim.x;
         return true;
     }
-    int units = item_units(w, i), n = least(x.left, units - x.at);
-    p.whole = n == units;
-    p.tile = x.at;
-    p.end = least(p.end, x.at + n);
+    const int units = item_units(w, i), n = least(x.left, units - x.at), end = x.at + n - START;
+    if (end <= 0) return false; /* the share ends before the item's first tile */
+    p.tile = most(x.at - START, 0);
+    p.whole = end - p.tile == units - START;
+    p.end = least(p.end, end);
     p.slot = 2 * blockIdx.x + (x.pieces++ > 0);
     p.all.units = units; /* what pieces_of completes: it takes divisions, and loads should start first */
     p.all.first = x.unit;
@@ -943,8 +1044,21 @@ DKV__DEVICE int64_t row_sees(const Piece &p, int r) { return visible(p.length, p
 /* Of n rows of a segment, those in the tile that begins at row. */
 DKV__DEVICE int in_tile(int64_t n, int64_t row) { return (int)most(least(n - row, (int64_t)TILE * 2), (int64_t)0); }
 
-/* The end of a row: its largest logit (in powers of 2) and sum become its LSE; returns what o is multiplied by. */
-DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, float sum) {
+/* Where rows go: what of an attention a merge reads, in registers before the fence that empties L1. */
+struct Target {
+    dkv_tensor   out;
+    const float *sink;
+    float       *lse;
+    int          H, d_v;
+    bool         out_vector;
+};
+DKV__DEVICE Target target_of(const Attention &a) {
+    return Target{a.out, a.sink, a.lse, a.H, a.d_v, a.out_vector != 0};
+}
+
+/* The end of a row: its largest logit (in powers of 2) and sum become its LSE, which one thread of its stores; returns
+   what o is multiplied by. */
+template <class A> DKV__DEVICE float finish_row(const A &a, const Row &row, float top, float sum, bool stores = true) {
     float weight = 1.0f, sink = a.sink ? a.sink[row.h] * LOG2E : -INFINITY;
     if (sink > top) { /* the sink leads: everything else is weighed against it */
         weight = exp2_fast(top - sink);
@@ -953,7 +1067,7 @@ DKV__DEVICE float finish_row(const Attention &a, const Row &row, float top, floa
     } else if (sink > -INFINITY) {
         sum += exp2_fast(sink - top);
     }
-    if (a.lse) a.lse[row.i * a.H + row.h] = sum == 0.0f ? -INFINITY : (top + log2f(sum)) * LN2;
+    if (stores && a.lse) a.lse[row.i * a.H + row.h] = sum == 0.0f ? -INFINITY : (top + log2f(sum)) * LN2;
     return sum == 0.0f ? 0.0f : weight / sum; /* no key at all: 0 */
 }
 
@@ -970,54 +1084,65 @@ template <int N> DKV__DEVICE void store_out(const dkv_tensor &out, bool vector, 
     }
 }
 
-/* Merges row r of an item's pieces, by one warp. A piece without a finite logit holds zeros, or NaN to pass on. */
-template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
-                                                     const float *slots) {
-    constexpr int N = D / 32, SLOT = M * (D + 2), FLIGHT = N < 8 ? 8 : 4; /* slots whose loads are in flight */
+/* Merges columns [j0, j0 + 32 N) of row r of an item's pieces, by one warp. A piece without a finite logit holds zeros,
+   or NaN to pass on. first: slot of the lane's piece among the first 32, or -1; some: any piece's, loaded in place of
+   those that are not there, since ptxas has a load with a condition wait for the one before. */
+template <int M, int D, int N> DKV__DEVICE void combine_row(const Target &a, const Row &row, int r, int j0,
+                                                            const Pieces &p, int first, int some,
+                                                            const float *slots) {
+    constexpr int SLOT = M * (D + 2), FLIGHT = N > 2 ? 32 / N : M == 16 ? 20 : 12; /* slots in flight */
     const int     lane = threadIdx.x & 31, n = p.last - p.first + 1;
     float         top = -INFINITY, sum = 0.0f, o[N] = {};
+#pragma unroll 1
     for (int c = p.first + 32; n > 32 && c <= p.last; c += 32) { /* the first 32 are read once, below */
         int slot = piece_slot(p, c + lane);
         if (slot >= 0) top = fmaxf(top, __ldcg(slots + (int64_t)slot * SLOT + M * D + r));
     }
+    const float *columns = slots + r * D + j0 + lane * N;
+#pragma unroll 1
     for (int c = 0; c < n; c += 32) {
-        int          slot = piece_slot(p, p.first + c + lane);
-        const float *s = slots + (int64_t)most(slot, 0) * SLOT;
-        float own = slot < 0 ? -INFINITY : __ldcg(s + M * D + r), part = slot < 0 ? 0.0f : __ldcg(s + M * (D + 1) + r);
-        if (c == 0) {
-            top = fmaxf(top, own);
-            for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-        }
-        float weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
-        sum += weight * part;
-        weight = slot < 0 ? 0.0f : weight;
+        const int      slot = c ? piece_slot(p, p.first + c + lane) : first, safe = slot < 0 ? some : slot;
+        const unsigned there = __ballot_sync(~0u, slot >= 0);
+        const float   *s = slots + (int64_t)safe * SLOT + M * D + r;
+        const float    own = __ldcg(s), part = __ldcg(s + M);
+        float          weight = 0.0f;
+#pragma unroll 1
         for (int j = 0; j < least(n - c, 32); j += FLIGHT) {
             float x[FLIGHT][N];
 #pragma unroll
             for (int k = 0; k < FLIGHT; k++) {
-                int from = __shfl_sync(~0u, slot, j + k);
+                const float *y = columns + (int64_t)__shfl_sync(~0u, safe, j + k) * SLOT;
 #pragma unroll
-                for (int u = 0; u < N; u += 2) {
-                    float2 y = from < 0 ? float2{0.0f, 0.0f}
-                                        : __ldcg((const float2 *)(slots + (int64_t)from * SLOT + r * D + lane * N + u));
-                    x[k][u] = y.x, x[k][u + 1] = y.y;
+                for (int u = 0; u < N; u += 2) *(float2 *)&x[k][u] = __ldcg((const float2 *)(y + u));
+            }
+            if (j == 0) { /* while they come */
+                if (c == 0) {
+                    top = fmaxf(top, slot < 0 ? -INFINITY : own);
+                    for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
                 }
+                weight = own == -INFINITY ? 1.0f : exp2_fast(own - top);
+                sum += slot < 0 ? 0.0f : weight * part;
             }
 #pragma unroll
             for (int k = 0; k < FLIGHT; k++) {
-                float w = __shfl_sync(~0u, weight, j + k);
+                const float w = __shfl_sync(~0u, weight, j + k);
+                if (j + k >= 32 || !(there >> (j + k & 31) & 1)) continue;
 #pragma unroll
                 for (int u = 0; u < N; u++) o[u] += w * x[k][u];
             }
         }
     }
     for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
-    float weight = 0.0f;
-    if (lane == 0) weight = finish_row(a, row, top, sum);
-    weight = __shfl_sync(~0u, weight, 0);
+    const float weight = finish_row(a, row, top, sum, lane == 0 && j0 == 0);
 #pragma unroll
     for (int u = 0; u < N; u++) o[u] *= weight;
-    store_out<N>(a.out, a.out_vector, a.d_v, row, lane * N, o);
+    store_out<N>(a.out, a.out_vector, a.d_v, row, j0 + lane * N, o);
+}
+
+template <int M, int D> DKV__DEVICE void combine_row(const Attention &a, const Row &row, int r, const Pieces &p,
+                                                     const float *slots) {
+    combine_row<M, D, D / 32>(target_of(a), row, r, 0, p, piece_slot(p, p.first + (threadIdx.x & 31)),
+                              piece_slot(p, p.last), slots);
 }
 
 /* ---- softmax of a tile, in registers ---- */
@@ -1051,28 +1176,40 @@ DKV__DEVICE void softmax_tile(float (&s)[N][4], float (&top)[2], float (&sum)[2]
             }
         }
     }
+    /* Both rows at once, each by two chains: one alone waits for every maximum and shuffle. */
+    float now[2], other[2], minus[2], part[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float x = fmaxf(s[n][2 * i], s[n][2 * i + 1]), y = fmaxf(s[n + 1][2 * i], s[n + 1][2 * i + 1]);
+            now[i] = n ? fmaxf(now[i], x) : x, other[i] = n ? fmaxf(other[i], y) : y;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) now[i] = fmaxf(now[i], other[i]);
+#pragma unroll
+    for (int i = 0; i < 2; i++) now[i] = fmaxf(now[i], __shfl_xor_sync(~0u, now[i], 1));
+#pragma unroll
+    for (int i = 0; i < 2; i++) now[i] = fmaxf(now[i], __shfl_xor_sync(~0u, now[i], 2));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float now = fmaxf(s[0][2 * i], s[0][2 * i + 1]);
-#pragma unroll
-        for (int n = 1; n < N; n++) now = fmaxf(now, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-        now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-        now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-        now = fmaxf(fmaf(now, f[i], bias), top[i]);
-        const float from = now == -INFINITY ? 0.0f : now; /* nothing seen yet: exp2(-inf - 0) = 0 */
+        now[i] = fmaxf(fmaf(now[i], f[i], bias), top[i]);
+        const float from = now[i] == -INFINITY ? 0.0f : now[i]; /* nothing seen yet: exp2(-inf - 0) = 0 */
         alpha[i] = exp2_fast(top[i] - from);
-        top[i] = now;
-        float part = 0.0f;
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-#pragma unroll
-            for (int u = 2 * i; u < 2 * i + 2; u++) {
-                s[n][u] = exp2_fast(fmaf(s[n][u], f[i], -(from - bias)));
-                part += s[n][u];
-            }
-        }
-        sum[i] = sum[i] * alpha[i] + part;
+        top[i] = now[i];
+        minus[i] = bias - from;
     }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            s[n][u] = exp2_fast(fmaf(s[n][u], f[u >> 1], minus[u >> 1]));
+            part[u >> 1] += s[n][u];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) sum[i] = sum[i] * alpha[i] + part[i];
 }
 
 DKV__DEVICE float quad_sum(float x) {
@@ -1106,7 +1243,7 @@ template <int TYPE, int D, int RW> struct MmaShape {
     static constexpr int KEYS = BYTES == 1 ? 2 * TILE : TILE; /* of a context tile */
     static constexpr int PITCH = BYTES * D < 128 ? BYTES * D : 128;
     static constexpr int STAGE = TILE * D * 2;
-    static constexpr int MOST_STAGES = D == 64 ? 10 : D == 128 ? 6 : 3;
+    static constexpr int MOST_STAGES = D == 64 ? 6 : 3; /* more bytes under way would only keep other loads waiting */
     static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart */
     static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 256 + 2 * (int)sizeof(Piece);
 };
@@ -1143,7 +1280,7 @@ __device__ __noinline__ void load_rows(const Piece &p, int which, int64_t row, c
 /* The same by TMA where that takes it. */
 template <int BYTES, int D, int ROWS>
 DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uint64_t *full, bool tma,
-                           uint64_t policy) {
+                           uint64_t policy, const CUtensorMap *maps = NULL) {
 #if __CUDA_ARCH__ >= 900
     if (tma) {
         constexpr int    PITCH = BYTES * D < 128 ? BYTES * D : 128;
@@ -1152,7 +1289,7 @@ DKV__DEVICE void load_tile(const Piece &p, int which, int64_t row, char *to, uin
         if ((threadIdx.x & 31) == 0) {
             bar_expect(full, ROWS * D * BYTES);
             for (int i = 0; i < BYTES * D / PITCH; i++) {
-                tma_load(shared_address(to) + i * ROWS * PITCH, &a.map[which], i * (PITCH / BYTES),
+                tma_load(shared_address(to) + i * ROWS * PITCH, (maps ? maps : a.map) + which, i * (PITCH / BYTES),
                          (int)(row + (packed ? p.base : 0)), packed ? 0 : p.g, full, policy);
             }
         }
@@ -1175,21 +1312,32 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
     const bool       direct = a.q_vector && t.type == Name<T>::type, inside = lane * N < d; /* 8 | d and N | 8 */
     float            w[N];
 #pragma unroll
-    for (int u = 0; u < N; u++) w[u] = !scaled ? 1.0f : inside ? scale[lane * N + u] * (fp8 ? 256.0f : 1.0f) : 0.0f;
+    for (int u = 0; u < N; u += 2) {
+        float2 y = {1.0f, 1.0f};
+        if (scaled) y = *(const float2 *)(scale + (inside ? lane * N : 0) + u);
+        w[u] = scaled && fp8 ? y.x * 256.0f : y.x, w[u + 1] = scaled && fp8 ? y.y * 256.0f : y.y;
+    }
     for (int k0 = 0; k0 < ROWS; k0 += STEP) {
         uint32_t raw[STEP][N / 2];
         float    x[STEP][N];
+        if (direct) { /* without a condition, so that no load waits for another */
+#pragma unroll
+            for (int k = 0; k < STEP; k++) {
+                const Row   row = row_of(p, warp * ROWS + k0 + k);
+                const char *from = row.real && inside ? at(t, row.i, row.h) + lane * N * 2 : (const char *)p.a;
+#pragma unroll
+                for (int u = 0; u < N; u += 2) raw[k][u / 2] = ((const uint32_t *)from)[u / 2];
+            }
+        }
 #pragma unroll
         for (int k = 0; k < STEP; k++) {
             const Row   row = row_of(p, warp * ROWS + k0 + k);
             const char *from = at(t, row.i, row.h);
+            const bool  real = row.real && inside;
 #pragma unroll
-            for (int u = 0; u < N; u += 2) {
-                const bool real = row.real && inside;
-                raw[k][u / 2] = direct && real ? ((const uint32_t *)from)[(lane * N + u) / 2] : 0;
-                if (direct) continue;
-                x[k][u] = real ? element_called(from + (lane * N + u) * t.stride_dim, t.type) : 0.0f;
-                x[k][u + 1] = real ? element_called(from + (lane * N + u + 1) * t.stride_dim, t.type) : 0.0f;
+            for (int u = 0; u < N; u++) {
+                if (direct) x[k][u] = real ? (float)((const T *)&raw[k][u / 2])[u & 1] : 0.0f;
+                else x[k][u] = real ? element_called(from + (lane * N + u) * t.stride_dim, t.type) : 0.0f;
             }
         }
 #pragma unroll
@@ -1199,7 +1347,6 @@ DKV__DEVICE void load_queries(const Piece &p, char *to, float *factor, bool scal
             int       shift = 0; /* of the exponent: the largest element becomes 2^13 .. 2^14 */
 #pragma unroll
             for (int u = 0; u < N; u++) {
-                if (direct) x[k][u] = (float)((const T *)&raw[k][u / 2])[u & 1];
                 x[k][u] *= w[u];
                 peak = fmaxf(peak, fabsf(x[k][u]));
             }
@@ -1313,25 +1460,24 @@ DKV__DEVICE void mix8(float (&o)[D / 8][4], const float (&s)[N][4], const char *
     }
 }
 
+DKV__DEVICE const float *v_scale(const Piece &p) { return p.a->v_scale + (int64_t)p.g * p.a->v_pitch; }
+
 /* Pair order -> straight order, times V's scales. In a chunk of 16 a thread has elements 4t .. 4t + 3, in straight
    order it gets 2t, 2t + 1 of either half. */
 template <int D> DKV__DEVICE void straighten(float (&o)[D / 8][4], const float *scale, int d, float lift) {
     const int lane = threadIdx.x & 31, t = lane & 3, src = (lane & ~3) | t / 2;
 #pragma unroll
     for (int c = 0; c < D / 16; c++) {
-        float w[4];
-#pragma unroll
-        for (int u = 0; u < 4; u++) w[u] = 16 * c + 4 * t + u < d ? scale[16 * c + 4 * t + u] * lift : 0.0f;
+        const float4 y = *(const float4 *)(scale + (16 * c < d ? 16 * c : 0) + 4 * t); /* beyond d, O is 0 */
 #pragma unroll
         for (int i = 0; i < 4; i += 2) { /* rows */
-            float x[4] = {o[2 * c][i] * w[0], o[2 * c + 1][i] * w[1], o[2 * c][i + 1] * w[2],
-                          o[2 * c + 1][i + 1] * w[3]};
+            float x[4] = {o[2 * c][i] * y.x, o[2 * c + 1][i] * y.y, o[2 * c][i + 1] * y.z, o[2 * c + 1][i + 1] * y.w};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float a = __shfl_sync(~0u, x[0], src + 2 * half), b = __shfl_sync(~0u, x[1], src + 2 * half);
                 float e = __shfl_sync(~0u, x[2], src + 2 * half), f = __shfl_sync(~0u, x[3], src + 2 * half);
-                o[2 * c + half][i] = t & 1 ? e : a;
-                o[2 * c + half][i + 1] = t & 1 ? f : b;
+                o[2 * c + half][i] = (t & 1 ? e : a) * lift;
+                o[2 * c + half][i + 1] = (t & 1 ? f : b) * lift;
             }
         }
     }
@@ -1346,80 +1492,96 @@ template <int N> DKV__DEVICE void scale_rows(float (&o)[N][4], const float (&w)[
     }
 }
 
-/* All warps' parts of a piece meet: into the output, or the piece's slot. */
+/* Rows of block m that are queries. */
+template <int M> DKV__DEVICE int real_rows(const Piece &p) { return least(M, p.N_q * p.G - p.m * M); }
+
+/* All warps' parts of a piece meet: into the output, or the piece's slot. Columns in passes: few rows take one.
+   pairs: o is in pair order, and wants V's scales. */
 template <int TYPE, int D, int RW>
-DKV__DEVICE void finish_piece(const Piece &p, const Work &w, float (&o)[D / 8][4], const float (&top)[2],
-                              float (&sum)[2], float *red, float *tops, float *sums, float *weight) {
+DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D / 8][4], const float (&top)[2],
+                              const float (&sum)[2], float *red, float *tops, float *sums, bool pairs) {
     typedef MmaShape<TYPE, D, RW> S;
     constexpr int                 M = S::M, TW = S::TW;
-    const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4, rw = warp % RW;
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid & 31, t = lane & 3, r = lane / 4;
+    const int real = real_rows<M>(p), bits = least(real <= 4 ? 7 : real <= 8 ? 6 : 5, D == 64 ? 6 : 7);
+    const int wide = 1 << bits, pitch = wide + 8; /* columns of a pass */
+    const int height = real <= 4 ? 4 : real <= 8 ? 8 : 16; /* rows of a warp */
     for (int i = 0; i < 2; i++) {
-        sum[i] = quad_sum(sum[i]);
-        if (t == 0) tops[warp * 16 + r + 8 * i] = top[i], sums[warp * 16 + r + 8 * i] = sum[i];
+        float all = quad_sum(sum[i]);
+        if (t == 0) tops[warp * 16 + r + 8 * i] = top[i], sums[warp * 16 + r + 8 * i] = all;
     }
-    named_sync(1, S::THREADS);
-    float own[2];
-    for (int i = 0; i < 2; i++) {
-        float all = -INFINITY;
-        for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(rw + RW * j) * 16 + r + 8 * i]);
-        own[i] = top[i] == -INFINITY ? 1.0f : exp2_fast(top[i] - all);
-    }
-    scale_rows(o, own);
-    float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
-    for (int row = tid; row < M; row += S::THREADS) {
-        float all = -INFINITY, total = 0.0f;
-        for (int j = 0; j < TW; j++) all = fmaxf(all, tops[(row / 16 + RW * j) * 16 + row % 16]);
-        for (int j = 0; j < TW; j++) {
-            float x = tops[(row / 16 + RW * j) * 16 + row % 16];
-            total += sums[(row / 16 + RW * j) * 16 + row % 16] * (x == -INFINITY ? 1.0f : exp2_fast(x - all));
-        }
-        Row q = row_of(p, row);
-        weight[row] = 1.0f;
-        if (!p.whole) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
-        else if (q.real) weight[row] = finish_row(*p.a, q, all, total);
-    }
+    float           *slot = w.slots + (int64_t)p.slot * M * (D + 2);
     const dkv_tensor out = p.a->out;
     const bool       vector = p.a->out_vector;
     const int        d = p.a->d_v;
-    for (int d0 = 0; d0 < D; d0 += 32) {
+#pragma unroll 1
+    for (int d0 = 0; d0 < D; d0 += wide) {
+        if (d0) named_sync(1, S::THREADS);
+        float *to = red + (warp * height + r) * pitch - d0;
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) { /* registers want constant indices */
-            if (n / 4 != d0 / 32) continue;
-            float *to = red + (warp * 16 + r) * 40 + n % 4 * 8 + 2 * t;
-            *(float2 *)to = float2{o[n][0], o[n][1]};
-            *(float2 *)(to + 8 * 40) = float2{o[n][2], o[n][3]};
-        }
-        named_sync(1, S::THREADS);
-        for (int i = tid; i < M * 16; i += S::THREADS) {
-            int   row = i / 16, j = i % 16 * 2;
-            float x[2] = {0.0f, 0.0f};
-            for (int k = 0; k < TW; k++) {
-                float2 y = *(float2 *)(red + ((row / 16 + RW * k) * 16 + row % 16) * 40 + j);
-                x[0] += y.x, x[1] += y.y;
+        for (int n = 0; n < D / 8; n += 2) { /* registers want constant indices */
+            if (8 * n < d0 || 8 * n >= d0 + wide) continue;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if (i ? height < 16 : r >= height) continue;
+                float       *y = to + 8 * (i * pitch + n);
+                const float2 a = {o[n][2 * i], o[n][2 * i + 1]}, b = {o[n + 1][2 * i], o[n + 1][2 * i + 1]};
+                if (pairs) *(float4 *)(y + 4 * t) = float4{a.x, b.x, a.y, b.y};
+                else *(float2 *)(y + 2 * t) = a, *(float2 *)(y + 8 + 2 * t) = b;
             }
-            x[0] *= weight[row], x[1] *= weight[row];
-            if (p.whole) store_out<2>(out, vector, d, row_of(p, row), d0 + j, x);
-            else *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
         }
+        float2 times = {1.0f, 1.0f}; /* a thread's columns are the same for all its rows: wide divides 2 THREADS */
+        if (pairs) times = *(const float2 *)(v_scale(p) + least(d0 + (2 * tid & (wide - 1)), d - 2));
+        if (pairs && TYPE == DKV_FP8) times.x *= 256.0f, times.y *= 256.0f;
         named_sync(1, S::THREADS);
+#pragma unroll 1
+        for (int i = tid; i < real * wide / 2; i += S::THREADS) {
+            const int row = 2 * i >> bits, j = 2 * i & (wide - 1);
+            float     x[2] = {0.0f, 0.0f}, all = -INFINITY, total = 0.0f;
+#pragma unroll
+            for (int k = 0; k < TW; k++) all = fmaxf(all, tops[row + 16 * RW * k]);
+#pragma unroll
+            for (int k = 0; k < TW; k++) {
+                const float  own = tops[row + 16 * RW * k], weight = own == -INFINITY ? 1.0f : exp2_fast(own - all);
+                const float2 y = *(float2 *)(red + ((row / 16 + RW * k) * height + row % 16) * pitch + j);
+                x[0] += weight * y.x, x[1] += weight * y.y;
+                total += weight * sums[row + 16 * RW * k];
+            }
+            x[0] *= times.x, x[1] *= times.y;
+            if (p.whole) {
+                const Row   q = row_of(p, row);
+                const float weight = finish_row(*p.a, q, all, total, d0 + j == 0);
+                x[0] *= weight, x[1] *= weight;
+                store_out<2>(out, vector, d, q, d0 + j, x);
+            } else {
+                *(float2 *)(slot + row * D + d0 + j) = float2{x[0], x[1]};
+                if (d0 + j == 0) slot[M * D + row] = all, slot[M * (D + 1) + row] = total;
+            }
+        }
     }
 }
 
 /* The CTA that finds itself the last of an item's pieces merges them all, in order; by all consumer warps. */
 template <class S, int D> DKV__DEVICE void combine_last(const Piece &p, const Work &w, int *flag) {
+    const Target to = target_of(*p.a);
     named_sync(1, S::THREADS);
     if (threadIdx.x == 0) {
-        __threadfence(); /* of all the warps' writes before the barrier */
-        *flag = atomicAdd(w.arrived + p.item, 1) == p.all.count - 1;
+        int before; /* releases all the warps' writes before the barrier */
+        asm volatile("atom.release.gpu.global.add.s32 %0, [%1], 1;"
+                     : "=r"(before) : "l"(w.arrived + p.item) : "memory");
+        *flag = before == p.all.count - 1;
+        if (*flag) asm volatile("fence.acq_rel.gpu;" ::: "memory"); /* which empties L1 */
         if (*flag) w.arrived[p.item] = 0;
-        __threadfence();
     }
+    const Pieces all = p.all; /* meanwhile */
+    const int    first = piece_slot(all, all.first + (threadIdx.x & 31)), some = piece_slot(all, all.last);
     named_sync(1, S::THREADS);
-    if (*flag) {
-        for (int r = threadIdx.x / 32; r < S::M; r += S::WARPS) {
-            Row row = row_of(p, r);
-            if (row.real) combine_row<S::M, D>(*p.a, row, r, p.all, w.slots);
-        }
+    if (!*flag) return;
+    constexpr int PARTS = D / 64;
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < real_rows<S::M>(p) * PARTS; i += S::WARPS) {
+        const int r = i / PARTS;
+        combine_row<S::M, D, 2>(to, row_of(p, r), r, i % PARTS * 64, all, first, some, w.slots);
     }
 }
 
@@ -1437,13 +1599,9 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     int      *flag = (int *)(piece_empty + 2);
     Piece    *pieces = (Piece *)(full + 32); /* what to do comes from the producer; no attention: the end */
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) {
-#pragma unroll 1
-        for (int i = 0; i < w.stages; i++) {
-            bar_init(full + i, w.tma ? 1 : 32);
-            bar_init(empty + i, S::WARPS);
-        }
-        for (int i = 0; i < 2; i++) bar_init(piece_full + i, 1), bar_init(piece_empty + i, S::WARPS);
+    if (warp == S::WARPS) {
+        if (lane < w.stages) bar_init(full + lane, w.tma ? 1 : 32), bar_init(empty + lane, S::WARPS);
+        if (lane < 2) bar_init(piece_full + lane, 1), bar_init(piece_empty + lane, S::WARPS);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -1455,12 +1613,12 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     uint32_t phase = 0;
 
     if (warp == S::WARPS) { /* the producer */
-        uint64_t         policy = 0;
-        const Attention *known = NULL; /* whose tensor maps may be used */
+        uint64_t           policy = 0;
+        const Attention   *known = w.attentions; /* whose tensor maps may be used */
+        const CUtensorMap *maps = w.single ? w.map : w.attentions->map;
 #if __CUDA_ARCH__ >= 900
         policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
-        if (w.tma && lane < SOURCES) tma_acquire(&w.attentions->map[lane]); /* most batches are of one */
-        known = w.attentions;
+        if (w.tma && !w.single && lane < SOURCES) tma_acquire(&maps[lane]);
         __syncwarp();
 #endif
         touch(w.attentions, w.items, w.lengths, lane); /* after the fence, which empties L1 */
@@ -1476,13 +1634,16 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             }
             if (!p.a) return;
 #if __CUDA_ARCH__ >= 900
-            if (w.tma && p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
-            known = p.a;
-            __syncwarp();
+            if (w.tma && p.a != known) {
+                known = p.a, maps = p.a->map;
+                if (lane < SOURCES) tma_acquire(&maps[lane]);
+                __syncwarp();
+            }
 #endif
             const int full_ring = least(2 * p.tile + w.stages, 2 * p.end) - 1;
+#pragma unroll 1
             for (int i = 2 * p.tile; i < 2 * p.end; i++) {
-                int tile = i / 2, v = i & 1;
+                const int tile = i / 2, v = i & 1;
                 if (i == full_ring && !p.whole) { /* seen by all with the tile that follows */
                     complete(p, walk, w);
                     if (lane == 0) pieces[turn.stage].all = p.all;
@@ -1492,10 +1653,10 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
                 char *to = ring + stage * S::STAGE;
                 if (tile < p.context) {
                     load_tile<S::BYTES, D, S::KEYS>(p, CONTEXT_K + v, (int64_t)tile * S::KEYS, to, full + stage, w.tma,
-                                                    policy);
+                                                    policy, maps);
                 } else {
                     load_tile<2, D, TILE>(p, TAIL_K + v, (int64_t)(tile - p.context) * TILE, to, full + stage, w.tma,
-                                          policy);
+                                          policy, maps);
                 }
                 if (++stage == w.stages) stage = 0, phase ^= 1;
             }
@@ -1519,8 +1680,7 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             if (tile == p.tile || tile == p.context) { /* a segment begins */
                 bool scaled = EIGHT && !tail;
                 if (EIGHT && tail && tile != p.tile) {
-                    straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v,
-                                  TYPE == DKV_FP8 ? 256.0f : 1.0f);
+                    straighten<D>(o, v_scale(p), p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
                 }
                 if (tile == p.tile || EIGHT) {
                     named_sync(1, S::THREADS); /* q and weight are read no more */
@@ -1571,11 +1731,9 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
             stage = next + 1 == w.stages ? 0 : next + 1;
             phase = next_phase ^ (stage == 0);
         }
-        if (EIGHT && p.tile < p.context && p.end <= p.context && p.tile < p.end) {
-            straighten<D>(o, p.a->v_scale + (int64_t)p.g * p.a->v_pitch, p.a->d_v, TYPE == DKV_FP8 ? 256.0f : 1.0f);
-        }
-        named_sync(1, S::THREADS); /* weight held the rows' factors */
-        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, weight);
+        const bool pairs = EIGHT && p.tile < p.end && p.end <= p.context; /* no tail has put O straight */
+        if (p.tile >= p.end) named_sync(1, S::THREADS); /* what the piece before left is read no more */
+        finish_piece<TYPE, D, RW>(p, w, o, top, sum, red, tops, sums, pairs);
         if (!p.whole && w.arrived) combine_last<S, D>(p, w, flag);
         __syncwarp();
         if (lane == 0) bar_arrive(piece_empty + turn.stage);
@@ -1625,6 +1783,10 @@ DKV__DEVICE uint64_t descriptor(uint32_t address, uint32_t lead) {
     return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(lead >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
 }
+/* Bytes further on: one addition, where a descriptor made anew takes ten instructions that its product waits for. */
+DKV__DEVICE uint64_t further(uint64_t x, int bytes) {
+    return (x & ~0xffffffffull) | (uint32_t)((uint32_t)x + (uint32_t)(bytes >> 4));
+}
 
 /* S (+)= Q K^T, one k step: [64][16] x [128][16]. */
 template <class T> DKV__DEVICE void wgmma_scores(float (&s)[16][4], uint64_t q, uint64_t k, int add);
@@ -1656,10 +1818,21 @@ DKV__WGMMA(__half, "f16")
 #endif
 
 template <int D> struct WgmmaShape {
-    static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS, STAGES = D == 64 ? 4 : 2;
+    static constexpr int GROUPS = D == 64 ? 3 : 2, M = 64 * GROUPS;
+    static constexpr int K_STAGES = D == 64 ? 4 : 3, V_STAGES = D == 64 ? 4 : 2;
     static constexpr int THREADS = 128 * (GROUPS + 1), STAGE = TILE * D * 2, Q = M * D * 2;
-    static constexpr int SHARED = 2 * STAGES * STAGE + 2 * Q + 256 + 2 * sizeof(Piece);
+    static constexpr int RINGS = (K_STAGES + V_STAGES) * STAGE + 2 * Q, SHARED = RINGS + 256 + 2 * (int)sizeof(Piece);
 };
+
+/* Rows r and r + 8 of a thread, as wgmma and mma leave them, to a slot: [M][D]. */
+template <int D> DKV__DEVICE void store_part(float *slot, int r, const float (&o)[D / 8][4]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{o[n][0], o[n][1]};
+        *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{o[n][2], o[n][3]};
+    }
+}
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 /* Q's rows of a piece into shared memory, by 96 threads. */
@@ -1688,20 +1861,27 @@ template <class T, int D, int M> DKV__DEVICE void gather_queries(const Piece &p,
 }
 
 /* K and V of a piece into their rings: K of a tile before V of the tile before, as they are used. By one thread. */
-template <int D, int STAGES>
-DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<STAGES> &k, Ring<STAGES> &v, uint64_t *k_full,
-                           uint64_t *k_empty, uint64_t *v_full, uint64_t *v_empty) {
+template <int D>
+DKV__DEVICE void load_keys(const Piece &p, char *ks, char *vs, Ring<WgmmaShape<D>::K_STAGES> &k,
+                           Ring<WgmmaShape<D>::V_STAGES> &v, uint64_t *k_full, uint64_t *k_empty, uint64_t *v_full,
+                           uint64_t *v_empty) {
     constexpr int  STAGE = TILE * D * 2;
     const uint64_t policy = policy_evict_normal();
     const int      end = p.end, context = p.context;
-    for (int tile = p.tile; tile < end; tile++) {
-        bool    tail = tile >= context;
-        int64_t row = (int64_t)(tail ? tile - context : tile) * TILE;
-        bar_wait(k_empty + k.stage, k.phase ^ 1);
-        load_tile<2, D, TILE>(p, tail ? TAIL_K : CONTEXT_K, row, ks + k.stage * STAGE, k_full + k.stage, true, policy);
-        k.next();
+    auto load = [&](int tile, int v, char *to, uint64_t *full) {
+        const bool    tail = tile >= context;
+        const int64_t row = (int64_t)(tail ? tile - context : tile) * TILE;
+        load_tile<2, D, TILE>(p, (tail ? TAIL_K : CONTEXT_K) + v, row, to, full, true, policy);
+    };
+    for (int tile = p.tile; tile <= end && p.tile < end; tile++) {
+        if (tile < end) {
+            bar_wait(k_empty + k.stage, k.phase ^ 1);
+            load(tile, 0, ks + k.stage * STAGE, k_full + k.stage);
+            k.next();
+        }
+        if (tile == p.tile) continue;
         bar_wait(v_empty + v.stage, v.phase ^ 1);
-        load_tile<2, D, TILE>(p, tail ? TAIL_V : CONTEXT_V, row, vs + v.stage * STAGE, v_full + v.stage, true, policy);
+        load(tile - 1, 1, vs + v.stage * STAGE, v_full + v.stage);
         v.next();
     }
 }
@@ -1721,21 +1901,11 @@ template <int D> struct WgmmaPlaces {
     uint64_t *k_full, *k_empty, *v_full, *v_empty, *more; /* more: barriers of Q */
     DKV__DEVICE WgmmaPlaces() {
         extern __shared__ __align__(1024) char shared[];
-        ks = shared, vs = ks + S::STAGES * S::STAGE, qs = vs + S::STAGES * S::STAGE;
-        k_full = (uint64_t *)(qs + 2 * S::Q), k_empty = k_full + S::STAGES, v_full = k_empty + S::STAGES;
-        v_empty = v_full + S::STAGES, more = v_empty + S::STAGES;
+        ks = shared, vs = ks + S::K_STAGES * S::STAGE, qs = vs + S::V_STAGES * S::STAGE;
+        k_full = (uint64_t *)(qs + 2 * S::Q), k_empty = k_full + S::K_STAGES, v_full = k_empty + S::K_STAGES;
+        v_empty = v_full + S::V_STAGES, more = v_empty + S::V_STAGES;
     }
 };
-
-/* A warpgroup's rows r and r + 8 of a thread, as wgmma leaves them, to a slot: [M][D]. */
-template <int D> DKV__DEVICE void store_part(float *slot, int r, const float (&o)[D / 8][4]) {
-    const int t = threadIdx.x & 3;
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-        *(float2 *)(slot + r * D + 8 * n + 2 * t) = float2{o[n][0], o[n][1]};
-        *(float2 *)(slot + (r + 8) * D + 8 * n + 2 * t) = float2{o[n][2], o[n][3]};
-    }
-}
 
 /* O = softmax(S) V of a warpgroup's 64 rows of Q, over tiles begin .. end - 1, the next of the rings: S of tile i and
    P V of tile i - 1 are in flight together, and the softmax of one warpgroup runs under the products of the other, in
@@ -1744,24 +1914,23 @@ template <int D> DKV__DEVICE void store_part(float *slot, int r, const float (&o
    found here again they cost registers that are not there. */
 template <class T, int D, class Look, class Soften, class Between, class Last>
 DKV__DEVICE void attend_keys(float (&o)[D / 8][4], float (&s)[16][4], float (&sum)[2], float (&alpha)[2], uint32_t q_at,
-                             Ring<WgmmaShape<D>::STAGES> &k, Ring<WgmmaShape<D>::STAGES> &v, int begin, int end,
+                             Ring<WgmmaShape<D>::K_STAGES> &k, Ring<WgmmaShape<D>::V_STAGES> &v, int begin, int end,
                              int tid, int own, Look look, Soften soften, Between between, Last last) {
     typedef WgmmaShape<D> S;
     const WgmmaPlaces<D>  x;
     uint32_t              weight[8][4];
     auto scores = [&] {
-        const uint32_t at = shared_address(x.ks + k.stage * S::STAGE);
+        const uint64_t to = descriptor(q_at, 1), from = descriptor(shared_address(x.ks + k.stage * S::STAGE), 1);
 #pragma unroll
-        for (int c = 0; c < D / 16; c++) {
-            wgmma_scores<T>(s, descriptor(q_at + c / 4 * S::M * 128 + c % 4 * 32, 1),
-                            descriptor(at + c / 4 * TILE * 128 + c % 4 * 32, 1), c > 0);
-        }
+        for (int c = 0; c < D / 16; c++)
+            wgmma_scores<T>(s, further(to, c / 4 * S::M * 128 + c % 4 * 32),
+                            further(from, c / 4 * TILE * 128 + c % 4 * 32), c > 0);
         wgmma_commit();
     };
     auto mix = [&](int add) {
-        const uint32_t at = shared_address(x.vs + v.stage * S::STAGE);
+        const uint64_t from = descriptor(shared_address(x.vs + v.stage * S::STAGE), TILE * 128);
 #pragma unroll
-        for (int j = 0; j < 8; j++) wgmma_mix<T>(o, weight[j], descriptor(at + j * 16 * 128, TILE * 128), add | j);
+        for (int j = 0; j < 8; j++) wgmma_mix<T>(o, weight[j], further(from, j * 16 * 128), add | j);
         wgmma_commit();
     };
     auto weigh = [&] {
@@ -1822,18 +1991,17 @@ template <class T, int D>
 __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const __grid_constant__ Work w) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef WgmmaShape<D> S;
-    constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES, CONSUMING = 128 * GROUPS;
+    constexpr int         M = S::M, GROUPS = S::GROUPS, CONSUMING = 128 * GROUPS;
     extern __shared__ __align__(1024) char shared[]; /* as WgmmaPlaces, with which ptxas orders the softmax otherwise */
-    char     *ks = shared, *vs = ks + STAGES * S::STAGE, *qs = vs + STAGES * S::STAGE;
-    uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + STAGES, *v_full = k_empty + STAGES,
-             *v_empty = v_full + STAGES, *q_full = v_empty + STAGES, *q_empty = q_full + 2, *piece_full = q_empty + 2;
+    char     *ks = shared, *vs = ks + S::K_STAGES * S::STAGE, *qs = vs + S::V_STAGES * S::STAGE;
+    uint64_t *k_full = (uint64_t *)(qs + 2 * S::Q), *k_empty = k_full + S::K_STAGES, *v_full = k_empty + S::K_STAGES,
+             *v_empty = v_full + S::V_STAGES, *q_full = v_empty + S::V_STAGES, *q_empty = q_full + 2,
+             *piece_full = q_empty + 2;
     Piece    *pieces = (Piece *)(k_full + 32); /* a piece comes with its queries; none: the end */
     const int group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            bar_init(k_full + i, 1), bar_init(v_full + i, 1);
-            bar_init(k_empty + i, GROUPS), bar_init(v_empty + i, GROUPS);
-        }
+        for (int i = 0; i < S::K_STAGES; i++) bar_init(k_full + i, 1), bar_init(k_empty + i, GROUPS);
+        for (int i = 0; i < S::V_STAGES; i++) bar_init(v_full + i, 1), bar_init(v_empty + i, GROUPS);
         for (int i = 0; i < 2; i++)
             bar_init(q_full + i, 96), bar_init(q_empty + i, GROUPS), bar_init(piece_full + i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -1843,9 +2011,10 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
 
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 32 : 88));
-        const int    warp = threadIdx.x / 32;
-        Ring<STAGES> k, v;
-        Ring<2>      q;
+        const int         warp = threadIdx.x / 32;
+        Ring<S::K_STAGES> k;
+        Ring<S::V_STAGES> v;
+        Ring<2>           q;
         Walk         walk;
         const Attention *known = NULL; /* whose tensor maps may be used */
         if (warp == 1) {
@@ -1869,7 +2038,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
                 if (p.a != known && lane < SOURCES) tma_acquire(&p.a->map[lane]);
                 known = p.a;
                 __syncwarp();
-                if (lane == 0) load_keys<D, STAGES>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
+                if (lane == 0) load_keys<D>(p, ks, vs, k, v, k_full, k_empty, v_full, v_empty);
                 __syncwarp();
             } else {
                 if (p.a) gather_queries<T, D, M>(p, qs + q.stage * S::Q, threadIdx.x - 32);
@@ -1880,7 +2049,8 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) attend_wgmma(const 
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::GROUPS == 3 ? 160 : 208));
         const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
-        Ring<STAGES> k, v;
+        Ring<S::K_STAGES> k;
+        Ring<S::V_STAGES> v;
         Ring<2>      q;
         if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
         for (;;) {
@@ -1972,7 +2142,7 @@ template <int M, int D> __global__ void __launch_bounds__(256) combine(const __g
     const int    item = blockIdx.y, r = blockIdx.x * 8 + threadIdx.x / 32;
     const Item  &x = w.items[item];
     int          units, unit = units_before(w, item, &units);
-    const Pieces q = pieces_of(unit, item_units(w, x), units, ctas / w.blocks, w.blocks, blockIdx.z);
+    const Pieces q = pieces_of(unit, item_units(w, x), units, ctas / w.blocks, w.blocks, blockIdx.z, START);
     if (q.count == 1) return;
     const int R = (int)blockIdx.z * M + r, i = R / x.G;
     const Row row = {i, x.g * x.G + R - i * x.G, i < x.N_q};
@@ -2263,33 +2433,13 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     work->type = b.type;
     work->d = b.d;
     work->tma = b.tma;
+    if (n == 1) memcpy(work->map, x.map, sizeof work->map);
     work->shared = dev.shared;
     work->overlap = dev.arch >= 90;
     return DKV_OK;
 }
 
 namespace {
-
-/* On sm_90 the next kernel's launch overlaps the end of the one before it. */
-template <class... A>
-dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, bool overlaps, cudaStream_t stream,
-                  const A &...a) {
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t c = {};
-    c.gridDim = grid;
-    c.blockDim = dim3((unsigned)threads);
-    c.dynamicSmemBytes = (size_t)shared;
-    c.stream = stream;
-    c.attrs = &overlap;
-    c.numAttrs = overlaps;
-    if (shared > 48 << 10) {
-        dkv_result r = did(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-        if (r) return r;
-    }
-    return did(cudaLaunchKernelEx(&c, kernel, a...));
-}
 
 template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
     typedef MmaShape<TYPE, D, RW> S;
@@ -2344,7 +2494,11 @@ extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
                k->blocks,
                k->split,
                k->tma,
-               0};
+               0,
+               k->n == 1,
+               most(k->ctas / k->blocks, 1)};
+    w.inverse = ((uint64_t)1 << 63) / (uint64_t)w.groups + 1;
+    memcpy(w.map, k->map, sizeof w.map);
     if (!k->items || !k->longest) return DKV_OK;
     if (k->d == 64) return launch_d<64>(w, *k, (cudaStream_t)stream);
     if (k->d == 128) return launch_d<128>(w, *k, (cudaStream_t)stream);
@@ -3207,6 +3361,8 @@ dkv_result questions_read(Questions *out, const dkv_attention *a, int64_t n, con
         longest = most(longest, rows);
     }
     out->keys += longest;
+    typedef ProbeShape<256, false> Largest; /* others take what every device has */
+    if (out->b.d > 128 && Largest::Q + 256 + 2 * Largest::STAGE > dev.shared) return DKV_ERR_DEVICE;
     if (n && (out->queries * a->H > 1 << 30 || out->keys > INT32_MAX || out->keys * a->Hkv / TILE > INT32_MAX))
         return DKV_ERR_SHAPE;
     return DKV_OK;
@@ -3223,7 +3379,6 @@ dkv_result launch_probe(Probe p, const Parcel &parcel, const Device &dev, int64_
     p.ctas = 1;
     p.blocks = (int)ceil_div((int64_t)p.n * p.G, S::M);
     p.stages = least((int)S::MOST_STAGES, (dev.shared - S::Q - 256) / S::STAGE);
-    if (p.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
     for (int i = 1; i <= dev.sms; i++) { /* rounds of CTAs times what one does; to begin is worth 4 tiles */
         int64_t time = ceil_div((int64_t)i * p.blocks * p.Hkv, dev.sms) * (ceil_div(tiles, i) + 4);
         if (time < best) best = time, p.ctas = i;
@@ -3702,7 +3857,7 @@ namespace {
    blocks of M rows, as are the suffixes' keys and values, each suffix from a row of its own that is a multiple of 128.
    blocks CTAs side by side run through the same tiles, so K and V come from memory once.                           */
 
-constexpr int   CHUNK = 64;                   /* rows that a CTA gathers, and that a box of TMA has here */
+constexpr int   CHUNK = 64;                   /* rows of a part that is gathered, and of a box of TMA here */
 constexpr int   KEYS = 16;                    /* of a suffix whose gradients a CTA makes */
 
 struct Tile { int32_t row, len, bin; };              /* keys row .. row + len - 1 of the context; bin -1: no gate */
@@ -3712,7 +3867,8 @@ struct Question { int32_t suffix, i; };              /* a query of a context: wh
 struct Part { int32_t of, g, row; };                 /* rows: context or suffix, KV head, the first of them */
 
 struct alignas(128) GatedContext {
-    CUtensorMap          k, v;
+    CUtensorMap          k, v;                               /* for TMA */
+    dkv_tensor           source[2];                          /* the same without */
     const float         *ln_u;
     const unsigned char *open;
     float               *d_ln_u;
@@ -3747,7 +3903,7 @@ struct GatedWork { /* kernel parameter */
     float              *slots;     /* [2 * CTAs] parts of items */
     float              *partial;   /* [head][tile][block][warp] sums of dS */
     int64_t             opens_of_side;
-    int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells, sms;
+    int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells, sms, arch;
 };
 
 /* How many tiles the parts of a context are cut into: sink, the farthest bin, each of the other bins, recent. */
@@ -3804,27 +3960,22 @@ DKV__DEVICE int list_open(const GatedContext &c, int g, int side, const Tile *ti
     const unsigned char *open = c.open + (int64_t)g * c.D;
     const int            warp = threadIdx.x / 32, lane = threadIdx.x & 31, all = c.tiles;
     int                  n = 0;
-    for (int t0 = 0; t0 == 0 || t0 < all; t0 += 1024) { /* four tiles a thread, whose loads are in flight together */
+    if (!all) let_next_start();
+    for (int t0 = 0; t0 < all; t0 += 1024) { /* four tiles a thread; no load has a condition, or it would wait */
         Tile  x[4];
         float bias[4];
         bool  is_open[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int t = t0 + k * 256 + (int)threadIdx.x;
-            is_open[k] = t < all;
-            x[k] = is_open[k] ? tiles[t] : Tile{0, 0, -1};
-        }
+        for (int k = 0; k < 4; k++) x[k] = tiles[least(t0 + k * 256 + (int)threadIdx.x, all - 1)];
         if (t0 == 0) let_next_start();
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            bias[k] = 0.0f;
-            if (x[k].bin < 0) continue;
-            if (side == 0) {
-                bias[k] = ln_u[x[k].bin] * LOG2E;
-                is_open[k] = ln_u[x[k].bin] >= DKV__GATE_OPEN_LN;
-            } else {
-                is_open[k] = open[x[k].bin] != 0;
-            }
+            const int  b = most(x[k].bin, 0);
+            const bool bit = side == 0 || open[b] != 0;
+            bias[k] = side == 0 ? ln_u[b] : 0.0f;
+            is_open[k] = x[k].bin < 0 || (bit && bias[k] >= DKV__GATE_OPEN_LN);
+            bias[k] = x[k].bin < 0 ? 0.0f : bias[k] * LOG2E;
+            is_open[k] = is_open[k] && t0 + k * 256 + (int)threadIdx.x < all;
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -3905,12 +4056,15 @@ DKV__DEVICE void gather_gradient(const GatedWork &w, const GatedContext &c, cons
 /* Kernels of a pass overlap: what the one before does not write may be read before let_next_start, and so may what the
    one before that wrote, which the one before waited for. */
 
-/* Before a pass: lists of open tiles, and rows into the order that the passes take them in. Grid: one CTA per list,
-   per 64 query rows, per 64 own keys. The last list to be done sums them up. */
+/* Before a pass: lists of open tiles, and rows into the order that the passes take them in. Grid: a CTA per list, and
+   per 2048 / D query rows or own keys, one for a thread: a second would wait for the loads of the first. The last list
+   to be done sums them up. */
+template <int D> struct GatherShape { static constexpr int C = D / 8, ROWS = 256 / C, OF_PART = CHUNK / ROWS; };
 template <class T, int D, bool BACKWARD>
 __global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ GatedWork w) {
     __shared__ int last;
-    constexpr int  C = D / 8, ROWS = 256 / C, EACH = CHUNK / ROWS;
+    typedef GatherShape<D> S;
+    constexpr int  C = S::C;
     const int      sides = BACKWARD ? 1 : w.sides, lists = w.n_heads * sides, c = threadIdx.x % C;
     int            job = (int)blockIdx.x - lists;
     if (job < 0) {
@@ -3945,35 +4099,28 @@ __global__ void __launch_bounds__(256) gated_gather(const __grid_constant__ Gate
         }
         return;
     }
-    if (job < w.n_q_parts) {
-        const Part     part = w.q_parts[job];
+    const bool query = job < w.n_q_parts * S::OF_PART;
+    if (!query) job -= w.n_q_parts * S::OF_PART;
+    const Part part = (query ? w.q_parts : w.own_parts)[job / S::OF_PART];
+    const int  row = part.row + job % S::OF_PART * S::ROWS + (int)threadIdx.x / C;
+    if (query) {
         const GatedContext &x = w.contexts[part.of];
-        GatedRow            y[EACH];
-#pragma unroll
-        for (int k = 0; k < EACH; k++)
-            y[k] = gated_row<WgmmaShape<D>::M>(w, x, part.g, part.row + (int)threadIdx.x / C + k * ROWS);
+        const GatedRow      y = gated_row<WgmmaShape<D>::M>(w, x, part.g, row);
         let_next_start();
-#pragma unroll
-        for (int k = 0; k < EACH; k++) {
-            Eight q = {};
-            if (y[k].real) q = eight_at(y[k].s->x.q, y[k].i, y[k].h, c * 8, x.d_k);
-            store_row8<T>(w.q_rows + (y[k].at * D + c * 8) * 2, q);
-            if (BACKWARD) gather_gradient<T, D>(w, x, y[k], c);
-        }
+        Eight q = {};
+        if (y.real) q = eight_at(y.s->x.q, y.i, y.h, c * 8, x.d_k);
+        store_row8<T>(w.q_rows + (y.at * D + c * 8) * 2, q);
+        if (BACKWARD) gather_gradient<T, D>(w, x, y, c);
         return;
     }
-    job -= w.n_q_parts;
-    const Part     part = w.own_parts[job];
-    const Suffix  &s = w.suffixes[part.of];
+    const Suffix       &s = w.suffixes[part.of];
     const GatedContext &x = w.contexts[s.context];
+    const int64_t       to = x.first_key + (int64_t)part.g * x.own_keys + s.key + row;
+    Eight               k = {}, v = {};
     let_next_start();
-    for (int r = threadIdx.x / C; r < CHUNK; r += ROWS) {
-        const int64_t i = part.row + r, to = x.first_key + (int64_t)part.g * x.own_keys + s.key + i;
-        Eight         k = {}, v = {};
-        if (i < s.x.N_q) k = eight_at(s.x.k, i, part.g, c * 8, x.d_k), v = eight_at(s.x.v, i, part.g, c * 8, x.d_v);
-        store_row8<T>(w.own_k_rows + (to * D + c * 8) * 2, k);
-        store_row8<T>(w.own_v_rows + (to * D + c * 8) * 2, v);
-    }
+    if (row < s.x.N_q) k = eight_at(s.x.k, row, part.g, c * 8, x.d_k), v = eight_at(s.x.v, row, part.g, c * 8, x.d_v);
+    store_row8<T>(w.own_k_rows + (to * D + c * 8) * 2, k);
+    store_row8<T>(w.own_v_rows + (to * D + c * 8) * 2, v);
 }
 
 /* ---- shares ---- */
@@ -4063,8 +4210,11 @@ DKV__DEVICE bool gated_next(GatedWalk &x, GatedPiece &p, const GatedWork &w) {
 }
 
 /* What consumers must know of a tile in the ring. */
-struct Sight { int len, first, last, edge, tile; float bias; };
-DKV__DEVICE int sees(const Sight &x, int qi) { return qi < x.first || qi >= x.last ? 0 : least(x.len, qi - x.edge); }
+struct alignas(16) Sight { int len, first, last, edge, tile; float bias; };
+DKV__DEVICE int sees(const Sight &x, int qi) {
+    const int n = least(x.len, qi - x.edge);
+    return qi < x.first || qi >= x.last ? 0 : n;
+}
 
 /* Tile i of a piece: where its keys are, and who sees them. Entries are read 32 at a time, one per lane. */
 struct TileReader {
@@ -4103,6 +4253,83 @@ DKV__DEVICE Attention target_of(const GatedContext &c, const Suffix &s, int side
     return a;
 }
 
+/* Where a piece's rows of Q are among the gathered ones; blocks that its context does not have read the last one. */
+template <int M> DKV__DEVICE int64_t first_row(const GatedPiece &p) {
+    return p.c->first_row + ((int64_t)p.g * p.c->blocks + least(p.m, p.c->blocks - 1)) * M;
+}
+
+/* Row r + 8 i of them, times weight, to where it belongs. */
+template <int D>
+DKV__DEVICE void store_row(const dkv_tensor &to, bool vector, int d, const Row &row, const float (&o)[D / 8][4], int i,
+                           float weight) {
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        const float x[2] = {o[n][2 * i] * weight, o[n][2 * i + 1] * weight};
+        store_out<2>(to, vector, d, row, 8 * n + 2 * (threadIdx.x & 3), x);
+    }
+}
+
+/* The thread's number, of which the compiler does not know that it stays: what follows from it is computed where it is
+   used, and not kept in registers that loops need. */
+DKV__DEVICE int this_thread() {
+    int x = threadIdx.x;
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+/* Rows, bytes `stride` apart, into shared memory as mma and ldmatrix take them, zeros from row n and column d on. */
+template <int D, int ROWS, int THREADS>
+DKV__DEVICE void copy_rows(char *to, const char *from, int64_t stride, int n, int d) {
+    constexpr int STEP = THREADS / (D / 8);
+    const int     thread = this_thread(), c = thread % (D / 8);
+    int           row = thread / (D / 8);
+    const char   *p = from + row * stride + c * 16; /* not read where nothing is real */
+    if (c * 8 >= d) n = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP, row += STEP, p += STEP * stride)
+        if (ROWS % STEP == 0 || row < ROWS) copy16(shared_address(to) + tile_offset<128, ROWS>(row, c), p, row < n);
+}
+
+/* The ends of a piece's rows r and r + 8, of softmax's parts: into outputs, or the piece's slot. */
+template <int D>
+DKV__DEVICE void store_outputs(const GatedWork &w, const GatedPiece &p, int r, const float (&o)[D / 8][4],
+                               const float (&top)[2], float (&sum)[2]) {
+    constexpr int M = WgmmaShape<D>::M;
+    sum[0] = quad_sum(sum[0]), sum[1] = quad_sum(sum[1]);
+    if (!p.whole) {
+        float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
+        store_part<D>(slot, r, o);
+        for (int i = 0; i < 2 && threadIdx.x % 4 == 0; i++)
+            slot[M * D + r + 8 * i] = top[i], slot[M * (D + 1) + r + 8 * i] = sum[i];
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const GatedRow y = gated_row<M>(w, *p.c, p.g, p.m * M + r + 8 * i);
+        if (!y.real) continue;
+        const Attention a = target_of(*p.c, *y.s, p.side);
+        const Row       row = {y.i, y.h, true};
+        store_row<D>(a.out, a.out_vector, a.d_v, row, o, i, finish_row(a, row, top[i], sum[i]));
+    }
+}
+
+/* The same of their gradients. */
+template <int D>
+DKV__DEVICE void store_gradients(const GatedWork &w, const GatedPiece &p, int r, const float (&dq)[D / 8][4],
+                                 const float (&unlift)[2]) {
+    constexpr int M = WgmmaShape<D>::M;
+    if (!p.whole) {
+        store_part<D>(w.slots + (int64_t)p.slot * M * D, r, dq);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const GatedRow y = gated_row<M>(w, *p.c, p.g, p.m * M + r + 8 * i);
+        if (!y.real) continue;
+        store_row<D>(y.s->x.dq, is_even(y.s->x.dq), p.c->d_k, Row{y.i, y.h, true}, dq, i, p.c->scale * unlift[i]);
+    }
+}
+
 /* ---- forward -----------------------------------------------------------------------------------------------------
 
    math    softmax over [scale q . k + ln u, scale q . k of the own suffix] times V; ln u is the addend that the
@@ -4114,8 +4341,7 @@ DKV__DEVICE Attention target_of(const GatedContext &c, const Suffix &s, int side
 
 template <int D> struct GatedShape {
     typedef WgmmaShape<D> S;
-    static constexpr int RINGS = 2 * S::STAGES * S::STAGE + 2 * S::Q;
-    static constexpr int SHARED = RINGS + 256 + (int)(S::STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
+    static constexpr int SHARED = S::RINGS + 256 + (int)(S::K_STAGES * sizeof(Sight) + 2 * sizeof(GatedPiece));
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -4132,16 +4358,12 @@ DKV__DEVICE void load_boxes(char *to, const CUtensorMap *map, int row, int head,
 #endif
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
-/* Where a piece's rows of Q are among the gathered ones; blocks that its context does not have read the last one. */
-template <int M> DKV__DEVICE int64_t first_row(const GatedPiece &p) {
-    return p.c->first_row + ((int64_t)p.g * p.c->blocks + least(p.m, p.c->blocks - 1)) * M;
-}
 DKV__DEVICE void acquire_maps(const GatedPiece &p, const GatedContext *&known) {
     if (p.c != known && (threadIdx.x & 31) == 0) tma_acquire(&p.c->k), tma_acquire(&p.c->v);
     known = p.c;
 }
 
-/* Walks, and keeps the rings full: pieces with their Q, tiles as K, V, K, V. By one warp. */
+/* Walks, and keeps the rings full: pieces with their Q, K of a tile before V of the tile before. By one warp. */
 template <int D>
 DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight *sights, GatedPiece *pieces) {
     typedef WgmmaShape<D> S;
@@ -4149,7 +4371,8 @@ DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight
     uint64_t *const       q_full = x.more, *const q_empty = q_full + 2;
     const uint64_t        policy = w.blocks == 1 ? policy_evict_first() : policy_evict_normal();
     const bool            leads = (threadIdx.x & 31) == 0;
-    Ring<S::STAGES>       k, v;
+    Ring<S::K_STAGES>     k;
+    Ring<S::V_STAGES>     v;
     Ring<2>               q;
     GatedPiece            p;
     GatedWalk             walk = gated_walk(w, w.sides);
@@ -4169,36 +4392,30 @@ DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight
             load_boxes<D, M, M>(x.qs + q.stage * S::Q, &w.q, (int)first_row<M>(p), 0, q_full + q.stage,
                                 policy_evict_normal());
         TileReader reader;
+        int        row = 0; /* of the tile before, whose V follows this one's K */
+        auto       load_v = [&](bool own) {
+            bar_wait(x.v_empty + v.stage, v.phase ^ 1);
+            bar_expect(x.v_full + v.stage, S::STAGE);
+            load_boxes<D, TILE, TILE>(x.vs + v.stage * S::STAGE, own ? &w.own_v : &p.c->v, row, own ? 0 : p.g,
+                                      x.v_full + v.stage, policy);
+            v.next();
+        };
         for (int i = p.tile; i < p.end; i++) {
             if ((i - p.tile) % 32 == 0) reader.read(p, i);
             const int4 e = reader.get((i - p.tile) % 32);
             if (!leads) continue;
             const bool own = i >= p.opens;
-            const int  row = own ? key0 + e.x : e.x, head = own ? 0 : p.g;
             bar_wait(x.k_empty + k.stage, k.phase ^ 1);
             sights[k.stage] = sight_of(p, i, e);
             bar_expect(x.k_full + k.stage, S::STAGE);
-            load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, row, head,
-                                      x.k_full + k.stage, policy);
+            load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, own ? key0 + e.x : e.x,
+                                      own ? 0 : p.g, x.k_full + k.stage, policy);
             k.next();
-            bar_wait(x.v_empty + v.stage, v.phase ^ 1);
-            bar_expect(x.v_full + v.stage, S::STAGE);
-            load_boxes<D, TILE, TILE>(x.vs + v.stage * S::STAGE, own ? &w.own_v : &p.c->v, row, head,
-                                      x.v_full + v.stage, policy);
-            v.next();
+            if (i > p.tile) load_v(i - 1 >= p.opens);
+            row = own ? key0 + e.x : e.x;
         }
+        if (leads && p.tile < p.end) load_v(p.end - 1 >= p.opens);
         __syncwarp();
-    }
-}
-
-/* Row r + 8 i of them, times weight, to where it belongs. */
-template <int D>
-DKV__DEVICE void store_row(const dkv_tensor &to, bool vector, int d, const Row &row, const float (&o)[D / 8][4], int i,
-                           float weight) {
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-        const float x[2] = {o[n][2 * i] * weight, o[n][2 * i + 1] * weight};
-        store_out<2>(to, vector, d, row, 8 * n + 2 * (threadIdx.x & 3), x);
     }
 }
 #endif
@@ -4208,16 +4425,14 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
 #if __CUDA_ARCH_FEAT_SM90_ALL
     typedef WgmmaShape<D> S;
     const WgmmaPlaces<D>  x;
-    constexpr int         M = S::M, GROUPS = S::GROUPS, STAGES = S::STAGES;
+    constexpr int         M = S::M, GROUPS = S::GROUPS;
     uint64_t *const       q_full = x.more, *const q_empty = q_full + 2;
     Sight *const          sights = (Sight *)(x.k_full + 32);
-    GatedPiece *const     pieces = (GatedPiece *)(sights + STAGES);
+    GatedPiece *const     pieces = (GatedPiece *)(sights + S::K_STAGES);
     const int             group = threadIdx.x / 128, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            bar_init(x.k_full + i, 1), bar_init(x.v_full + i, 1);
-            bar_init(x.k_empty + i, GROUPS), bar_init(x.v_empty + i, GROUPS);
-        }
+        for (int i = 0; i < S::K_STAGES; i++) bar_init(x.k_full + i, 1), bar_init(x.k_empty + i, GROUPS);
+        for (int i = 0; i < S::V_STAGES; i++) bar_init(x.v_full + i, 1), bar_init(x.v_empty + i, GROUPS);
         for (int i = 0; i < 2; i++) bar_init(q_full + i, 1), bar_init(q_empty + i, GROUPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -4230,8 +4445,9 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 208));
     const int own = group - 1, tid = threadIdx.x - 128, warp = tid / 32 % 4, r = own * 64 + warp * 16 + lane / 4;
-    Ring<STAGES> k, v;
-    Ring<2>      q;
+    Ring<S::K_STAGES> k;
+    Ring<S::V_STAGES> v;
+    Ring<2>           q;
     if (own == GROUPS - 1) named_arrive(1, 256); /* the first group may begin */
     for (;; q.next()) {
         const GatedPiece &p = pieces[q.stage];
@@ -4245,7 +4461,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
         int                 seen[2], len = 0, len_before;
         float               bias;
         auto look = [&](int) {
-            const Sight &y = sights[k.stage];
+            const Sight y = sights[k.stage];
             len_before = len, len = y.len;
             seen[0] = sees(y, qi[0]), seen[1] = sees(y, qi[1]), bias = y.bias;
         };
@@ -4259,22 +4475,7 @@ __global__ void __launch_bounds__(WgmmaShape<D>::THREADS, 1) gated_forward(const
         auto last = [&](char *tile) { clean(tile, len); };
         attend_keys<T, D>(o, s, sum, alpha, q_at, k, v, p.tile, p.end, tid, own, look, soften, between, last);
 
-        sum[0] = quad_sum(sum[0]), sum[1] = quad_sum(sum[1]);
-        if (!p.whole) {
-            float *slot = w.slots + (int64_t)p.slot * M * (D + 2);
-            store_part<D>(slot, r, o);
-            for (int i = 0; i < 2 && lane % 4 == 0; i++)
-                slot[M * D + r + 8 * i] = top[i], slot[M * (D + 1) + r + 8 * i] = sum[i];
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
-                if (!y.real) continue;
-                const Attention a = target_of(c, *y.s, p.side);
-                const Row       row = {y.i, y.h, true};
-                store_row<D>(a.out, a.out_vector, a.d_v, row, o, i, finish_row(a, row, top[i], sum[i]));
-            }
-        }
+        store_outputs<D>(w, p, r, o, top, sum);
         named_sync(4 + own, 128);
         if (tid % 128 == 0) bar_arrive(q_empty + q.stage);
     }
@@ -4462,10 +4663,18 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
         const int           qi[2] = {(p.m * M + r) / c.G, (p.m * M + r + 8) / c.G}, end = p.end, begin = p.tile;
         const float4       *stats = w.stats + first_row<M>(p) + r, stat0 = __ldcg(stats), stat1 = __ldcg(stats + 8);
         const float         lse[2] = {stat0.x, stat1.x}, delta[2] = {stat0.y, stat1.y}, unlift[2] = {stat0.z, stat1.z};
-        const uint32_t      q_at = shared_address(x.qs) + own * 64 * 128, g_at = shared_address(x.gs) + own * 64 * 128;
+        const uint64_t      q_at = descriptor(shared_address(x.qs) + own * 64 * 128, 1);
+        const uint64_t      g_at = descriptor(shared_address(x.gs) + own * 64 * 128, 1);
         uint32_t            q[D / 16][4], weight[4][4];
         float               dq[D / 8][4], s[8][4], dp[8][4], sum[2] = {0.0f, 0.0f};
         int                 before = -1; /* the stage whose K the last product still reads */
+        float               all = 0.0f;  /* this thread's sum of dS of the last tile that is done */
+        int                 tile = -1;   /* and which one that is */
+        auto leave = [&] {
+            for (int j = 16; j; j >>= 1) all += __shfl_xor_sync(~0u, all, j);
+            const int64_t cell = c.first_open + (int64_t)p.g * c.tiles + tile;
+            if (lane == 0 && tile >= 0) w.partial[(cell * w.blocks + p.m) * S::WARPS + warp] = all;
+        };
 #pragma unroll
         for (int i = 0; i < D / 16 && D == 128; i++)
             ldmatrix(q[i], shared_address(x.qs) + tile_offset<128, M>(warp * 16 + (lane & 15), 2 * i + (lane >> 4)));
@@ -4476,34 +4685,41 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
             for (int h = 0; h < len; h += CHUNK) {
                 const uint32_t at = shared_address(x.ring + k.stage * S::STAGE);
                 bar_wait(x.full + k.stage, k.phase);
-                const Sight &y = x.sights[k.stage];
+                const Sight y = x.sights[k.stage];
                 len = y.len;
                 if (len - h < CHUNK) /* what follows may be closed, and NaN, which no 0 of dS hides */
                     clear_rows<D, CHUNK, 128>(x.ring + k.stage * S::STAGE, len - h, tid % 128, 4 + own);
-                const int   seen[2] = {sees(y, qi[0]) - h, sees(y, qi[1]) - h}, tile = y.tile;
-                const float from[2] = {lse[0] - y.bias, lse[1] - y.bias};
+                const uint64_t k_at = descriptor(at, 1), v_at = further(k_at, S::STAGE / 2);
                 wgmma_fence();
 #pragma unroll
                 for (int j = 0; j < D / 16; j++) {
-                    const uint64_t k_at = descriptor(at + j / 4 * CHUNK * 128 + j % 4 * 32, 1);
-                    if (D == 128) wgmma_scores<T>(s, q[j], k_at, j > 0);
-                    else wgmma_scores<T>(s, descriptor(q_at + j * 32, 1), k_at, j > 0);
+                    const uint64_t kj = further(k_at, j / 4 * CHUNK * 128 + j % 4 * 32);
+                    if (D == 128) wgmma_scores<T>(s, q[j], kj, j > 0);
+                    else wgmma_scores<T>(s, further(q_at, j * 32), kj, j > 0);
                 }
                 wgmma_commit();
 #pragma unroll
                 for (int j = 0; j < D / 16; j++)
-                    wgmma_scores<T>(dp, descriptor(g_at + j / 4 * M * 128 + j % 4 * 32, 1),
-                                    descriptor(at + S::STAGE / 2 + j / 4 * CHUNK * 128 + j % 4 * 32, 1), j > 0);
+                    wgmma_scores<T>(dp, further(g_at, j / 4 * M * 128 + j % 4 * 32),
+                                    further(v_at, j / 4 * CHUNK * 128 + j % 4 * 32), j > 0);
                 wgmma_commit();
+                if (h == 0 && i > begin) leave(); /* while they run */
+                const int   seen[2] = {sees(y, qi[0]) - h, sees(y, qi[1]) - h};
+                const float from[2] = {lse[0] - y.bias, lse[1] - y.bias};
                 wgmma_wait<1>();
                 settle(s);
                 if (before >= 0 && tid % 128 == 0) bar_arrive(x.empty + before); /* dQ before it is done, too */
                 before = k.stage;
+                int signs = 0;
 #pragma unroll
                 for (int n = 0; n < 8; n++) {
 #pragma unroll
-                    for (int u = 0; u < 4; u++) s[n][u] = exp2_fast(fmaf(s[n][u], times, -from[u >> 1]));
+                    for (int u = 0; u < 4; u++) {
+                        s[n][u] = exp2_fast(fmaf(s[n][u], times, -from[u >> 1]));
+                        signs |= __float_as_int(s[n][u]);
+                    }
                 }
+                if (signs < 0) __trap(); /* never: it keeps ptxas from sinking the exponentials below the wait */
                 wgmma_wait<0>();
                 settle(dp);
 #pragma unroll
@@ -4527,20 +4743,16 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const int add = (i > begin || h > 0) | j;
-                    wgmma_mix<T>(dq, weight[j], descriptor(at + j * 16 * 128, CHUNK * 128), add);
+                    wgmma_mix<T>(dq, weight[j], further(descriptor(at, CHUNK * 128), j * 16 * 128), add);
                 }
                 wgmma_commit();
                 k.next();
                 if (h + CHUNK < len) continue;
-                float all = sum[0] * unlift[0] + sum[1] * unlift[1];
-                for (int j = 16; j; j >>= 1) all += __shfl_xor_sync(~0u, all, j);
-                if (lane == 0 && tile >= 0) {
-                    const int64_t cell = c.first_open + (int64_t)p.g * c.tiles + tile;
-                    w.partial[(cell * w.blocks + p.m) * S::WARPS + warp] = all;
-                }
+                all = sum[0] * unlift[0] + sum[1] * unlift[1], tile = y.tile;
                 sum[0] = sum[1] = 0.0f;
             }
         }
+        if (begin < end) leave();
         wgmma_wait<0>();
         settle(dq);
         if (before >= 0 && tid % 128 == 0) bar_arrive(x.empty + before);
@@ -4550,17 +4762,291 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
 #pragma unroll
             for (int n = 0; n < D / 8; n++) dq[n][0] = dq[n][1] = dq[n][2] = dq[n][3] = 0.0f;
         }
-        if (!p.whole) store_part<D>(w.slots + (int64_t)p.slot * M * D, r, dq);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const GatedRow y = gated_row<M>(w, c, p.g, p.m * M + r + 8 * i);
-            if (!p.whole || !y.real) continue;
-            store_row<D>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, dq, i, c.scale * unlift[i]);
-        }
+        store_gradients<D>(w, p, r, dq, unlift);
     }
 #else
     __trap(); /* compiled for sm_90 without the a: better an error than no output */
 #endif
+}
+
+/* ---- forward and backward by mma.sync: sm_80 .. sm_120 -----------------------------------------------------------
+
+   math    as the two kernels above
+   shapes  32 rows a warp, so that two products share what ldmatrix brings of K and V; steps of 64 keys forward and 32
+           backward, for registers: D 128 takes 255 a thread, D 64 168
+   CTA     M / 32 warps, which all copy K and V of the next step and compute this one: one barrier a step. Two CTAs a
+           multiprocessor where they fit (99 KB each at D 128, 60 and 68 at D 64): the exponentials of one run under
+           the products of the other
+   why     on an H200, for 32/8 heads over 130816 keys, both passes take 1.57 (N_q 32) and 1.64 (N_q 128) times as long
+           as by wgmma, at d 64 1.73 times: products, and what ldmatrix reads for them, take about as long
+   limits  as above; 99 KB of shared memory                                                                         */
+
+struct alignas(16) Keys { const char *first; int64_t stride; int d; }; /* a row, bytes between rows, elements of one */
+struct alignas(16) MmaTile { Keys keys[2]; Sight sight; };              /* K, V; len 0: behind the last tile */
+struct alignas(16) RowStat { float lse, delta, unlift; int query; };    /* forward takes only the last */
+
+template <int M> struct Desk { /* in shared memory: what a CTA works at */
+    RowStat    rows[M];    /* of the piece */
+    MmaTile    tiles[4];   /* i % 4: tile i of the piece's list, for the present one and the next two */
+    int4       entries[4]; /* i % 4: entry i of the list, two further ones */
+    Keys       keys[2][2]; /* of the piece: context, own keys; K, V */
+    GatedPiece piece;
+    GatedWalk  walk;
+    const GatedWork *work; /* from here it takes no registers */
+};
+
+template <int DIM, bool BACK> struct GatedMmaShape {
+    static constexpr bool BACKWARD = BACK;
+    static constexpr int  D = DIM, M = WgmmaShape<D>::M, THREADS = M, KEYS = BACK ? 32 : 64; /* keys of a step */
+    static constexpr int  ROWS = M * D * 2, STAGE = KEYS * D * 2;
+    static constexpr int  RING = BACK ? 2 * ROWS : ROWS, DESK = RING + 4 * STAGE; /* behind Q and dO; two of K and V */
+    static constexpr int  SHARED = DESK + (int)sizeof(Desk<M>);
+    static_assert(SHARED <= 99 << 10, "what every device has");
+};
+template <class S> DKV__DEVICE Desk<S::M> &desk() {
+    extern __shared__ __align__(1024) char shared[];
+    return *(Desk<S::M> *)(shared + S::DESK);
+}
+
+DKV__DEVICE const int4 *entry_of(const GatedPiece &p, int i) {
+    return i < p.opens ? (const int4 *)p.list + i : (const int4 *)p.own + (i - p.opens);
+}
+
+/* Puts tile i on the desk, for after the next barrier; by one thread. Entries come along with the copies of keys. */
+template <class S> DKV__DEVICE void put_tile(int i) {
+    Desk<S::M>       &d = desk<S>();
+    const GatedPiece &p = d.piece;
+    MmaTile          &x = d.tiles[i % 4];
+    x.sight.len = 0;
+    if (i >= p.end) return;
+    const int4 entry = d.entries[i % 4];
+    if (i + 2 < p.end) copy16(shared_address(d.entries + (i + 2) % 4), entry_of(p, i + 2), true);
+    x.sight = sight_of(p, i, entry);
+    for (int v = 0; v < 2; v++) {
+        x.keys[v] = d.keys[i >= p.opens][v];
+        x.keys[v].first += entry.x * x.keys[v].stride;
+    }
+}
+
+template <class S> DKV__DEVICE void first_walk(const GatedWork &w) {
+    if (threadIdx.x >= 32) return;
+    const GatedWalk walk = gated_walk(w, S::BACKWARD ? 1 : w.sides);
+    if (threadIdx.x == 0) desk<S>().walk = walk, desk<S>().work = &w;
+}
+
+/* Puts the next piece on the desk, with its first two tiles; false: there is none. By all threads. */
+template <class S> __device__ __noinline__ bool next_piece() {
+    Desk<S::M>       &d = desk<S>();
+    const GatedPiece &p = d.piece;
+    const int         thread = threadIdx.x;
+    __syncthreads(); /* the piece before is done */
+    const GatedWork &w = *d.work;
+    if (thread == 0) gated_next(d.walk, d.piece, w);
+    __syncthreads();
+    if (!p.c) return false;
+    RowStat &row = d.rows[thread];
+    row.query = (p.m * S::M + thread) / p.c->G;
+    if (S::BACKWARD) {
+        const float4 x = __ldcg(w.stats + first_row<S::M>(p) + thread);
+        row.lse = x.x, row.delta = x.y, row.unlift = x.z;
+    }
+    if (thread < 4) {
+        const int         own = thread / 2, v = thread % 2, i = p.tile + thread;
+        const dkv_tensor &t = p.c->source[v];
+        const int64_t     key = p.c->first_key + (int64_t)p.g * p.c->own_keys;
+        d.keys[own][v] = own ? Keys{(v ? w.own_v_rows : w.own_k_rows) + key * S::D * 2, S::D * 2, S::D}
+                             : Keys{at(t, 0, p.g), t.stride_token, v ? p.c->d_v : p.c->d_k};
+        if (thread < 2 && i < p.end) d.entries[i % 4] = __ldcg(entry_of(p, i));
+        __syncwarp(15);
+        if (thread == 0) put_tile<S>(i), put_tile<S>(i + 1);
+    }
+    __syncthreads();
+    return true;
+}
+
+/* A step is its first key, TILE * i + at: KEYS keys of tile i from the at-th on, of which len_at are there. */
+template <class S> DKV__DEVICE int len_at(unsigned key) {
+    return desk<S>().tiles[key / TILE % 4].sight.len - (int)(key % TILE);
+}
+template <class S> DKV__DEVICE unsigned next_step(unsigned key) {
+    return len_at<S>(key) > S::KEYS ? key + S::KEYS : (key | (TILE - 1)) + 1;
+}
+/* Begins to copy K and V of a step to place n. */
+template <class S> DKV__DEVICE void copy_step(unsigned key, int n) {
+    extern __shared__ __align__(1024) char shared[];
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        const Keys k = desk<S>().tiles[key / TILE % 4].keys[v];
+        copy_rows<S::D, S::KEYS, S::THREADS>(shared + S::RING + (2 * n + v) * S::STAGE, k.first + key % TILE * k.stride,
+                                             k.stride, len_at<S>(key), k.d);
+    }
+}
+/* Waits for a step's keys, and puts a tile down for later ones; false: the piece ended before. */
+template <class S> DKV__DEVICE bool begin_step(unsigned key) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads(); /* and what the step before has read may be overwritten */
+    if (len_at<S>(key) <= 0) return false;
+    if (key % TILE == 0 && threadIdx.x == 0) put_tile<S>(key / TILE + 2);
+    return true;
+}
+
+/* The first of the four rows of a piece that a thread has, 8 apart. */
+DKV__DEVICE int my_row() {
+    const int thread = this_thread();
+    return (thread & ~31) + (thread & 31) / 4;
+}
+/* Where a lane's chunk is, c chunks on in its row, if `first` is where it is for c = 0; c is even. */
+template <int ROWS> DKV__DEVICE uint32_t chunk_at(uint32_t first, int c) {
+    return (first ^ (uint32_t)(c % 8 * 16)) + (uint32_t)(c / 8 * ROWS * 128);
+}
+
+/* S = Q K^T of a warp's rows by 8 N keys. */
+template <class T, int D, int M, int N>
+DKV__DEVICE void scores32(float (&s)[2][N][4], const char *q, const char *k) {
+    const int      thread = this_thread(), lane = thread & 31;
+    const uint32_t q_at = shared_address(q) + tile_offset<128, M>((thread & ~31) + (lane & 15), lane >> 4);
+    const uint32_t k_at = shared_address(k) + tile_offset<128, N * 8>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int u = 0; u < 4; u++) s[0][n][u] = s[1][n][u] = 0.0f;
+    }
+#pragma unroll D == 64 && N == 8 ? 1 : 8 /* registers */
+    for (int c = 0; c < D / 8; c += 2) {
+        uint32_t a[2][4], b[4];
+        ldmatrix(a[0], chunk_at<M>(q_at, c));
+        ldmatrix(a[1], chunk_at<M>(q_at, c) + 16 * 128);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            ldmatrix(b, chunk_at<N * 8>(k_at, c) + n * 8 * 128);
+#pragma unroll
+            for (int h = 0; h < 2; h++) mma<T>(s[h][n], a[h], b[0], b[1]), mma<T>(s[h][n + 1], a[h], b[2], b[3]);
+        }
+    }
+}
+
+/* O += P V by 16 N keys. */
+template <class T, int D, int N>
+DKV__DEVICE void mix32(float (&o)[2][D / 8][4], const uint32_t (&p)[2][N][4], const char *v) {
+    const int      lane = this_thread() & 31;
+    const uint32_t v_at = shared_address(v) + tile_offset<128, N * 16>(lane & 15, lane >> 4);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+#pragma unroll
+        for (int c = 0; c < D / 8; c += 2) {
+            uint32_t b[4];
+            ldmatrix_t(b, chunk_at<N * 16>(v_at, c) + j * 16 * 128);
+#pragma unroll
+            for (int h = 0; h < 2; h++) mma<T>(o[h][c], p[h][j], b[0], b[1]), mma<T>(o[h][c + 1], p[h][j], b[2], b[3]);
+        }
+    }
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_forward_mma(const __grid_constant__ GatedWork w) {
+    typedef GatedMmaShape<D, false> S;
+    constexpr int                   M = S::M, KEYS = S::KEYS;
+    extern __shared__ __align__(1024) char shared[];
+    const Desk<M>                  &d = desk<S>();
+    const GatedPiece               &p = d.piece;
+    let_next_start();
+    first_walk<S>(w);
+    while (next_piece<S>()) {
+        float    s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
+        float    top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+        uint32_t weight[2][KEYS / 16][4];
+        unsigned key = p.tile * TILE;
+        copy_rows<D, M, M>(shared, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
+        copy_step<S>(key, 0);
+        for (int n = 0; begin_step<S>(key); n ^= 1, key = next_step<S>(key)) {
+            const char *const k = shared + S::RING + 2 * n * S::STAGE;
+            copy_step<S>(next_step<S>(key), n ^ 1);
+            scores32<T, D, M>(s, shared, k);
+            const Sight y = d.tiles[key / TILE % 4].sight;
+            const int   at = key % TILE;
+            const float factor[2] = {p.c->times, p.c->times};
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const RowStat *const row = d.rows + my_row() + 16 * h;
+                const int            seen[2] = {sees(y, row[0].query) - at, sees(y, row[8].query) - at};
+                softmax_tile(s[h], top[h], sum[h], alpha, factor, 0.0f, seen, 0, y.bias);
+                scale_rows(o[h], alpha);
+#pragma unroll
+                for (int j = 0; j < KEYS / 16; j++) weights<T>(weight[h][j], s[h], 2 * j);
+            }
+            mix32<T, D>(o, weight, k + S::STAGE);
+        }
+        store_outputs<D>(w, p, my_row(), o[0], top[0], sum[0]);
+        store_outputs<D>(w, p, my_row() + 16, o[1], top[1], sum[1]);
+    }
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const __grid_constant__ GatedWork w) {
+    typedef GatedMmaShape<D, true> S;
+    constexpr int                  M = S::M, KEYS = S::KEYS;
+    extern __shared__ __align__(1024) char shared[];
+    const Desk<M>                 &d = desk<S>();
+    const GatedPiece              &p = d.piece;
+    let_next_start();
+    first_walk<S>(w);
+    while (next_piece<S>()) {
+        float       s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
+        uint32_t    weight[2][KEYS / 16][4];
+        unsigned    key = p.tile * TILE;
+        copy_rows<D, M, M>(shared, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
+        copy_rows<D, M, M>(shared + S::ROWS, w.d_out_rows + first_row<M>(p) * D * 2, D * 2, M, D);
+        copy_step<S>(key, 0);
+        for (int n = 0; begin_step<S>(key); n ^= 1) {
+            const char *const k = shared + S::RING + 2 * n * S::STAGE;
+            scores32<T, D, M>(s, shared, k);
+            copy_step<S>(next_step<S>(key), n ^ 1); /* here: registers */
+            scores32<T, D, M>(dp, shared + S::ROWS, k + S::STAGE);
+            const Sight y = d.tiles[key / TILE % 4].sight;
+            const int   lane = this_thread() & 31;
+            const float times = p.c->times;
+            const bool  partly = y.tile < 0 || len_at<S>(key) < KEYS; /* not all rows see all keys */
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int     h = i / 2, u = i % 2 * 2;
+                const RowStat row = d.rows[my_row() + 8 * i];
+                const float   from = row.lse - y.bias;
+                float         part = 0.0f;
+#pragma unroll
+                for (int j = 0; j < KEYS / 4; j++) {
+                    float &x = s[h][j / 2][u + j % 2];
+                    x = exp2_fast(fmaf(x, times, -from)) * (dp[h][j / 2][u + j % 2] - row.delta);
+                }
+                if (partly) {
+                    const int seen = sees(y, row.query) - (int)(key % TILE) - lane % 4 * 2;
+#pragma unroll
+                    for (int j = 0; j < KEYS / 4; j++)
+                        if (j / 2 * 8 + j % 2 >= seen) s[h][j / 2][u + j % 2] = 0.0f;
+                }
+#pragma unroll
+                for (int j = 0; j < KEYS / 4; j++) part += s[h][j / 2][u + j % 2];
+                sum[h] += part * (Name<T>::type == DKV_F16 ? row.unlift : 1.0f);
+            }
+#pragma unroll
+            for (int j = 0; j < KEYS / 16; j++)
+                weights<T>(weight[0][j], s[0], 2 * j), weights<T>(weight[1][j], s[1], 2 * j);
+            mix32<T, D>(dq, weight, k);
+            key = next_step<S>(key);
+            if (key % TILE) continue;
+#pragma unroll
+            for (int h = 0; h < 2; h++) { /* the tile is done */
+                for (int j = 16; j; j >>= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], j);
+                const int64_t cell = p.c->first_open + (int64_t)p.g * p.c->tiles + y.tile;
+                if (lane == 0 && y.tile >= 0)
+                    w.partial[(cell * w.blocks + p.m) * (M / 16) + my_row() / 16 + h] = sum[h];
+                sum[h] = 0.0f;
+            }
+        }
+        const RowStat *const row = d.rows + my_row();
+        const float          unlift[2][2] = {{row[0].unlift, row[8].unlift}, {row[16].unlift, row[24].unlift}};
+        store_gradients<D>(w, p, my_row(), dq[0], unlift[0]);
+        store_gradients<D>(w, p, my_row() + 16, dq[1], unlift[1]);
+    }
 }
 
 /* ---- backward over the suffixes' own keys: dK and dV --------------------------------------------------------------
@@ -4574,15 +5060,6 @@ template <int D> struct OwnShape {
     static constexpr int OWN = KEYS * D * 2, ROWS = TILE * D * 2;
     static constexpr int SHARED = 2 * OWN + 2 * ROWS + TILE * (int)(sizeof(float4) + sizeof(float2));
 };
-
-/* Rows of [rows][D] in shared memory as mma and ldmatrix take them, zeros from row n on; by 256 threads. */
-template <int D, int ROWS> DKV__DEVICE void copy_rows(char *to, const char *from, int n) {
-    for (int i = threadIdx.x; i < ROWS * (D / 8); i += 256) {
-        const int row = i / (D / 8), c = i % (D / 8);
-        const char *src = from + (row < n ? row * D * 2 + c * 16 : 0);
-        copy16(shared_address(to) + tile_offset<128, ROWS>(row, c), src, row < n);
-    }
-}
 
 /* The least lift of a suffix's rows of one KV head, as 2^-lift: what its sums over rows are kept at. */
 DKV__DEVICE float common_unlift(const float4 *stats, int rows) {
@@ -4612,14 +5089,14 @@ template <class T, int D> DKV__DEVICE void own_gradients(const GatedWork &w, con
     const int     first = s.first * c.G, end = (s.first + (int)s.x.N_q) * c.G;
     const float   unlift = Name<T>::type == DKV_F16 ? common_unlift(w.stats + head_row + first, end - first) : 1.0f;
     const int64_t key = c.first_key + (int64_t)part.g * c.own_keys + s.key + key0;
-    copy_rows<D, KEYS>(ks, w.own_k_rows + key * D * 2, KEYS);
-    copy_rows<D, KEYS>(vs, w.own_v_rows + key * D * 2, KEYS);
+    copy_rows<D, KEYS, 256>(ks, w.own_k_rows + key * D * 2, D * 2, KEYS, D);
+    copy_rows<D, KEYS, 256>(vs, w.own_v_rows + key * D * 2, D * 2, KEYS, D);
     float sum[D / 8][4] = {};
     for (int row0 = first + key0 * c.G; row0 < end; row0 += TILE) {
         const int n = least(end - row0, TILE), at = warp % 4 * 32;
         __syncthreads(); /* what is there is read no more */
-        copy_rows<D, TILE>(qs, w.q_rows + (head_row + row0) * D * 2, n);
-        copy_rows<D, TILE>(gs, w.d_out_rows + (head_row + row0) * D * 2, n);
+        copy_rows<D, TILE, 256>(qs, w.q_rows + (head_row + row0) * D * 2, D * 2, n, D);
+        copy_rows<D, TILE, 256>(gs, w.d_out_rows + (head_row + row0) * D * 2, D * 2, n, D);
         if (threadIdx.x < TILE) {
             const int row = row0 + (int)threadIdx.x;
             stat[threadIdx.x] = float4{INFINITY, 0.0f, 1.0f, INFINITY};
@@ -4681,20 +5158,26 @@ template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job
     const float         weight = c.scale * __ldcg(&w.stats[y.real ? y.at : 0].z);
     let_next_start();
     if (!is_cut || m >= c.blocks || !y.real) return;
-    float sum[N] = {};
-    for (int i = cut.pieces.first; i <= cut.pieces.last; i += 8) {
-        float x[8][N];
+    const Pieces &p = cut.pieces;
+    const int     n = p.last - p.first + 1, some = piece_slot(p, p.last);
+    const float  *columns = w.slots + r * D + lane * N;
+    float         sum[N] = {};
+    for (int i = 0; i < n; i += 32) {
+        const int      slot = piece_slot(p, p.first + i + lane), safe = slot < 0 ? some : slot;
+        const unsigned there = __ballot_sync(~0u, slot >= 0);
+        for (int j = 0; j < least(n - i, 32); j += 8) {
+            float x[8][N];
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            const int    slot = piece_slot(cut.pieces, i + k);
-            const float *from = w.slots + ((int64_t)slot * M + r) * D + lane * N;
+            for (int k = 0; k < 8; k++) { /* without a condition, so that no load waits for another */
+                const float *from = columns + (int64_t)__shfl_sync(~0u, safe, j + k) * M * D;
 #pragma unroll
-            for (int u = 0; u < N; u++) x[k][u] = slot < 0 ? 0.0f : __ldcg(from + u);
-        }
+                for (int u = 0; u < N; u += 2) *(float2 *)&x[k][u] = __ldcg((const float2 *)(from + u));
+            }
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
+            for (int k = 0; k < 8; k++) {
 #pragma unroll
-            for (int u = 0; u < N; u++) sum[u] += x[k][u];
+                for (int u = 0; u < N; u++) sum[u] += there >> (j + k) & 1 ? x[k][u] : 0.0f;
+            }
         }
     }
 #pragma unroll
@@ -4702,26 +5185,26 @@ template <int M, int D> DKV__DEVICE void sum_queries(const GatedWork &w, int job
     store_out<N>(y.s->x.dq, is_even(y.s->x.dq), c.d_k, Row{y.i, y.h, true}, lane * N, sum);
 }
 
-/* d ln u of a cell: the sums of its tiles, row blocks and warps in order; by a warp. Cells are counted over the heads
-   of all contexts, as many for each as the largest D. */
+/* d ln u of a cell: the sums of its tiles, row blocks and warps in a fixed order; by 8 lanes. Cells are counted over
+   the heads of all contexts, as many for each as the largest D. */
 template <int M> DKV__DEVICE void sum_cell(const GatedWork &w, int64_t cell) {
     constexpr int       WARPS = M / 16;
-    const int2          where = w.heads[cell / w.most_cells];
+    const bool          real = cell < (int64_t)w.n_heads * w.most_cells;
+    const int2          where = w.heads[real ? cell / w.most_cells : 0];
     const GatedContext &c = w.contexts[where.x];
-    const int           b = (int)(cell % w.most_cells), lane = threadIdx.x & 31;
-    if (b >= c.D) return;
-    const int64_t at = (int64_t)where.y * c.D + b;
-    float         sum = 0.0f;
-    if (c.ln_u[at] >= DKV__GATE_OPEN_LN) {
+    const int           b = real ? (int)(cell % w.most_cells) : c.D, lane = threadIdx.x & 7;
+    const int64_t       at = (int64_t)where.y * c.D + b;
+    float               sum = 0.0f;
+    if (b < c.D && c.ln_u[at] >= DKV__GATE_OPEN_LN) {
         int first, n;
         tiles_of_bin(cutting(c.T_c, c.W, c.S, c.R), b, &first, &n);
         const float *from = w.partial + (c.first_open + (int64_t)where.y * c.tiles + first) * w.blocks * WARPS;
         const int64_t parts = (int64_t)n * w.blocks * WARPS;
-        for (int64_t i = lane; i < parts; i += 32)
+        for (int64_t i = lane; i < parts; i += 8)
             if ((int)(i / WARPS % w.blocks) < c.blocks) sum += __ldcg(from + i);
     }
-    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
-    if (lane == 0) c.d_ln_u[at] = sum;
+    for (int i = 4; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
+    if (lane == 0 && b < c.D) c.d_ln_u[at] = sum;
 }
 
 /* The ends of backward, one behind the other in the grid: own keys; heads that were cut; and the cells,
@@ -4736,8 +5219,9 @@ template <class T, int D> __global__ void __launch_bounds__(256, 2) gated_finish
         sum_queries<M, D>(w, cut);
     } else {
         let_next_start();
-        const int64_t step = (int64_t)(gridDim.x - w.n_key_parts - cuts) * 8, all = (int64_t)w.n_heads * w.most_cells;
-        for (int64_t i = (int64_t)cell * 8 + threadIdx.x / 32; i < all; i += step) sum_cell<M>(w, i);
+        const int64_t step = (int64_t)(gridDim.x - w.n_key_parts - cuts) * 32, all = (int64_t)w.n_heads * w.most_cells;
+        for (int64_t i = (int64_t)cell * 32 + threadIdx.x / 32 * 4; i < all; i += step)
+            sum_cell<M>(w, i + threadIdx.x % 32 / 8);
     }
 }
 
@@ -4796,7 +5280,7 @@ dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
 /* What a batch comes to, and where things lie: tables in the block, what passes write in the workspace. */
 struct GatedSizes {
     dkv_type type;
-    int      D, M, sides, groups, sms;
+    int      D, M, sides, groups, sms, arch;
     int64_t  heads, suffixes, queries, keys, rows, blocks, all_blocks, own, opens, cells, tiles, most_tiles;
     int64_t  q_parts, own_parts, key_parts;
     int64_t  arrived_at, tile_at, suffix_at, question_at, head_at, own_at, count_at; /* in the block */
@@ -4844,7 +5328,7 @@ int groups_of(int64_t blocks, int sides, int sms) {
 
 dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Device &dev) {
     *s = GatedSizes{DKV_F32, 64};
-    if (dev.arch != 90) return DKV_ERR_DEVICE;
+    s->arch = dev.arch;
     for (int64_t i = 0; i < n; i++) {
         dkv_result r = check_gated(c[i], &s->type);
         if (r) return r;
@@ -4878,7 +5362,8 @@ dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Devic
     s->q_parts = s->rows / CHUNK;
     if (n > UINT16_MAX || s->rows > 1 << 30 || s->keys > 1 << 30 || s->opens > 1 << 28 || s->own > 1 << 24)
         return DKV_ERR_SHAPE;
-    s->groups = s->rows ? groups_of(s->blocks, s->sides, dev.sms) : s->sides;
+    const int ctas = dev.arch == 90 ? dev.sms : 2 * dev.sms; /* that run together, by wgmma and by mma.sync */
+    s->groups = s->rows ? groups_of(s->blocks, s->sides, ctas) : s->sides;
     int64_t at = 0;
     place(&at, n * (int64_t)sizeof(GatedContext));
     s->suffix_at = place(&at, s->suffixes * (int64_t)sizeof(Suffix));
@@ -4910,8 +5395,10 @@ dkv_result describe_context(GatedContext *x, const dkv_gated &c, const GatedSize
     dkv_tensor k, v;
     memset((void *)x, 0, sizeof *x);
     dkv_result r = context_of(c, &k, &v);
-    if (!r && c.T_c) r = encode_map(&x->k, k, c.d_k, c.T_c, c.Hkv, s.D, CHUNK);
-    if (!r && c.T_c) r = encode_map(&x->v, v, c.d_v, c.T_c, c.Hkv, s.D, CHUNK);
+    const bool tma = s.arch == 90 && c.T_c;
+    if (!r && tma) r = encode_map(&x->k, k, c.d_k, c.T_c, c.Hkv, s.D, CHUNK);
+    if (!r && tma) r = encode_map(&x->v, v, c.d_v, c.T_c, c.Hkv, s.D, CHUNK);
+    x->source[0] = k, x->source[1] = v;
     x->ln_u = c.ln_u;
     x->open = c.open;
     x->d_ln_u = c.d_ln_u;
@@ -5024,10 +5511,13 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     GatedSizes    s;
     memcpy(&s, k->sizes, sizeof s);
     memset((void *)w, 0, sizeof *w);
-    dkv_result r = encode_rows(&w->q, ws + s.q_at, s.type, s.D, s.rows);
-    if (!r) r = encode_rows(&w->d_out, ws + s.g_at, s.type, s.D, s.rows);
-    if (!r) r = encode_rows(&w->own_k, ws + s.k_at, s.type, s.D, s.keys);
-    if (!r) r = encode_rows(&w->own_v, ws + s.v_at, s.type, s.D, s.keys);
+    dkv_result r = DKV_OK;
+    if (s.arch == 90) {
+        r = encode_rows(&w->q, ws + s.q_at, s.type, s.D, s.rows);
+        if (!r) r = encode_rows(&w->d_out, ws + s.g_at, s.type, s.D, s.rows);
+        if (!r) r = encode_rows(&w->own_k, ws + s.k_at, s.type, s.D, s.keys);
+        if (!r) r = encode_rows(&w->own_v, ws + s.v_at, s.type, s.D, s.keys);
+    }
     w->contexts = (const GatedContext *)block;
     w->suffixes = (const Suffix *)(block + s.suffix_at);
     w->questions = (const Question *)(block + s.question_at);
@@ -5058,25 +5548,28 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     w->n_key_parts = (int)s.key_parts;
     w->most_cells = (int)s.cells;
     w->sms = s.sms;
+    w->arch = s.arch;
     return r;
 }
 
 template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward, cudaStream_t stream) {
     constexpr int M = WgmmaShape<D>::M;
     const int     lists = w.n_heads * (backward ? 1 : w.sides);
-    const int     cells = (int)least(ceil_div(w.n_heads * (int64_t)w.most_cells, 8), (int64_t)w.sms);
-    const dim3    gather(lists + w.n_q_parts + w.n_own_parts), grid(w.groups * w.blocks);
+    const int     cells = (int)least(ceil_div(w.n_heads * (int64_t)w.most_cells, 32), (int64_t)w.sms);
+    const dim3    gather(lists + (w.n_q_parts + w.n_own_parts) * GatherShape<D>::OF_PART), grid(w.groups * w.blocks);
     dkv_result    r = DKV_OK;
     auto next = [&](void (*kernel)(GatedWork), dim3 ctas, int threads, int shared) {
-        if (!r) r = launch(kernel, ctas, threads, shared, true, stream, w);
+        if (!r) r = launch(kernel, ctas, threads, shared, w.arch >= 90, stream, w);
     };
     if (backward) {
         next(gated_gather<T, D, true>, gather, 256, 0);
-        next(gated_backward<T, D>, grid, BackwardShape<D>::THREADS, BackwardShape<D>::SHARED);
+        if (w.arch == 90) next(gated_backward<T, D>, grid, BackwardShape<D>::THREADS, BackwardShape<D>::SHARED);
+        else next(gated_backward_mma<T, D>, grid, M, GatedMmaShape<D, true>::SHARED);
         next(gated_finish<T, D>, w.n_key_parts + cuts_of(w, 1) * w.blocks * (M / 8) + cells, 256, OwnShape<D>::SHARED);
     } else {
         next(gated_gather<T, D, false>, gather, 256, 0);
-        next(gated_forward<T, D>, grid, WgmmaShape<D>::THREADS, GatedShape<D>::SHARED);
+        if (w.arch == 90) next(gated_forward<T, D>, grid, WgmmaShape<D>::THREADS, GatedShape<D>::SHARED);
+        else next(gated_forward_mma<T, D>, grid, M, GatedMmaShape<D, false>::SHARED);
         if (w.groups > w.sides) next(gated_combine<M, D>, dim3(M / 8, cuts_of(w, w.sides), w.blocks), 256, 0);
     }
     return r;

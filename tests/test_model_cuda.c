@@ -419,6 +419,14 @@ static void learns(void) {
     for (int k = 0; k < COUNT(names); k++) compare_all(names[k], k % 2 ? DKV_F16 : DKV_BF16, k % 3 == 0);
 }
 
+/* As devices without wgmma do. */
+static void learns_by_mma_sync(void) {
+    dkv_cuda_limit(80);
+    compare_all("d64", DKV_F16, 0);
+    compare_all("d128", DKV_BF16, 1);
+    dkv_cuda_limit(1000);
+}
+
 static void smollm2_learns(void) { compare_all("smollm2", DKV_BF16, 0); }
 
 /* More tokens than pass at once: questions of 1024. */
@@ -478,6 +486,7 @@ int main(void) {
         {"learns", learns, 0}, {"smollm2 learns", smollm2_learns, 0},
         {"learns in chunks", learns_in_chunks, 0},
         {"refuses to learn", refuses_to_learn, 0},
+        {"learns by mma.sync", learns_by_mma_sync, 0},
     };
     if (!make_models()) return 1;
     int failed = run_cases("model_cuda", cases, COUNT(cases));

@@ -342,6 +342,34 @@ static void fillers(void **state) {
     free(ids);
 }
 
+/* A context's filler is one piece of the text, repeated, and every context has another. */
+static void places(void **state) {
+    (void)state;
+    static char text[1 << 13];
+    size_t at = 0;
+    for (int i = 0; i < 500; i++) at += (size_t)snprintf(text + at, sizeof text / 2 - at, "line %d. ", i * i);
+    lm_needle_options o = {.T_c = 2048, .W = 128, .S = 128, .R = 256, .per_context = 1, .filler = text};
+    lm_needles *n = must_open(&o);
+    int32_t *ids = malloc((size_t)o.T_c * sizeof *ids);
+    int64_t first[4];
+    char *twice;
+    assert_true(asprintf(&twice, "%s%s", text, text) > 0);
+    for (int i = 0; i < COUNT(first); i++) {
+        lm_haystack h;
+        must_make(n, &h, ids, LM_NUM, 0, 0, i);
+        int64_t begin = h.needle[0].begin, end = h.needle[0].end;
+        memmove(ids + begin, ids + end, (size_t)(o.T_c - end) * sizeof *ids); /* without the needle */
+        char *filler = text_of(ids, o.T_c - (end - begin)), *found = strstr(twice, filler);
+        assert_non_null(found);
+        first[i] = found - twice;
+        for (int k = 0; k < i; k++) assert_int_not_equal(first[i], first[k]);
+        free(filler);
+    }
+    free(twice);
+    free(ids);
+    lm_needles_close(n);
+}
+
 static void refused(void **state) {
     (void)state;
     static const struct { lm_needle_options o; const char *reason; } table[] = {
@@ -379,6 +407,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(splits_share_nothing, bytes_only, close_all),
         cmocka_unit_test_setup_teardown(same_options_same_data, bytes_only, close_all),
         cmocka_unit_test_setup_teardown(fillers, bytes_only, close_all),
+        cmocka_unit_test_setup_teardown(places, bytes_only, close_all),
         cmocka_unit_test_setup_teardown(refused, bytes_only, close_all),
         cmocka_unit_test_setup_teardown(real_manifests, real, close_all),
     };

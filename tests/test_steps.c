@@ -9,7 +9,7 @@
 #include "../examples/llama/learn.h"
 #include "../examples/llama/needles.h"
 
-enum { L = 2, H = 4, Hkv = 2, D = 4, W = 96, S = 32, R = 64, T_c = S + R + W * D, NEEDLES = 3, STEPS = 6, ROUNDS = 2 };
+enum { L = 2, H = 4, Hkv = 2, D = 4, W = 96, S = 32, R = 64, T_c = S + R + W * D, NEEDLES = 3, STEPS = 7, ROUNDS = 2 };
 enum { CONTEXTS = 2 * LM_KINDS * LM_WORDINGS }; /* a round's: 4 bins in contexts of 3, the second one filled up */
 
 static char dir[] = "/tmp/test_steps.XXXXXX", path[64];
@@ -17,22 +17,33 @@ static char dir[] = "/tmp/test_steps.XXXXXX", path[64];
 /* What a run is told, and what that means in each step. */
 typedef struct {
     const char *options;
-    int tied, by_p, bins; /* bins: D, or 1 where a gate is a whole head */
-    double rho[STEPS], lambda[STEPS], rate;
+    int ours, bins; /* bins: D, or 1 where a gate is a whole head */
+    double rho[STEPS], lambda[STEPS];
     int relaxed; /* steps */
 } course;
 
+/* What else ours and the reference differ in. */
+typedef struct {
+    int tied, by_p, parts;
+    double rate;
+} manner;
+
+static const manner manners[] = {{0, 1, 1, 0.01}, {1, 0, 2, 0.1}};
+
 static const course courses[] = {
-    {"--recipe reference --steps 3,3", 0, 1, D, {0.25, 0.25, 0.25, 0.25, 0.25, 0.25},
-     {0.125, 0.25, 0.375, 0.5, 0.5, 0.5}, 0.01, 3},
-    {"--steps 2,4 --anneal 0.75,0.5", 1, 0, D, {0.75, 0.75, 0.75, 0.5, 0.25, 0.25}, {1, 2, 3, 4, 4, 4}, 0.1, 2},
+    {"--recipe reference --steps 3,4", 0, D, {0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25},
+     {0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5}, 3},
+    {"--steps 2,2 --anneal 0.8,1.5 --ramp 4", 1, D, {0.8, 0.8, 0.8, 0.503968419957949, 0.317480210393640, 0.25, 0.25},
+     {0.5, 1, 1.5, 2, 2, 2, 2}, 2},
     /* of 4 heads 3, 2, then 2 of 4 stay; of 16 cells in the end 6: a head and two bins */
-    {"--head-only --steps 2,4 --anneal 0.75,0.5", 1, 0, 1, {0.75, 0.75, 0.75, 0.575, 0.4, 0.4}, {1, 2, 3, 4, 4, 4},
-     0.1, 2},
+    {"--head-only --steps 2,3 --anneal 0.8,1.5 --ramp 4", 1, 1, {0.8, 0.8, 0.8, 0.503968419957949, 0.4, 0.4, 0.4},
+     {0.5, 1, 1.5, 2, 2, 2, 2}, 2},
     /* of 8 query heads 3; of 32 bits in the end 11: two heads and three bins */
-    {"--head-only --recipe reference --steps 3,3", 0, 1, 1, {0.35, 0.35, 0.35, 0.35, 0.35, 0.35},
-     {0.125, 0.25, 0.375, 0.5, 0.5, 0.5}, 0.01, 3},
+    {"--head-only --recipe reference --steps 3,4", 0, 1, {0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.35},
+     {0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5}, 3},
 };
+
+static const manner *manner_of(const course *how) { return &manners[how->ours]; }
 
 typedef struct {
     lm_model *m;
@@ -94,18 +105,18 @@ static void learn_context(engine *e, learning *x, const course *how, int t, int 
     static int32_t ids[T_c];
     lm_haystack h;
     char err[256];
-    const int open = t >= how->relaxed;
-    if (lm_needles_context(e->needles, &h, ids, c / 4, c / 2 % 2, t % ROUNDS, c % 2, err, sizeof err))
+    const manner *m = manner_of(how);
+    if (lm_needles_context(e->needles, &h, ids, c / 2 % 2, c / 4, t / m->parts % ROUNDS, c % 2, err, sizeof err))
         fail_msg("%s", err);
     lm_question q[NEEDLES];
     for (int i = 0; i < NEEDLES; i++) {
         lm_ids suffix = {0};
         CHECK(!lm_needles_query(e->needles, &h, i, &suffix, &q[i].first));
         q[i].tokens = suffix.v, q[i].n = suffix.n;
-        q[i].weight = 1. / (D * count[h.needle[i].bin]);
+        q[i].weight = m->parts / (double)(D * count[h.needle[i].bin]);
     }
     lm_exam exam = {prefill(e, ids), q, NEEDLES, (uint32_t)c};
-    lm_gating g = {{L, H, Hkv, how->bins, how->tied}, D / how->bins * W, S, R, x->a, open ? x->open : NULL, 3,
+    lm_gating g = {{L, H, Hkv, how->bins, m->tied}, D / how->bins * W, S, R, x->a, t < how->relaxed ? NULL : x->open, 3,
                    (uint32_t)t};
     double loss;
     if (lm_learn(e->learner, &exam, 1, &g, da, &loss, NULL)) fail_msg("%s", lm_error(e->m));
@@ -140,7 +151,7 @@ static double score_of(const float *score, const course *how, int f, int b) {
 }
 
 static void init(learning *x, const float *score, const course *how) {
-    const int tied = how->tied, bins = how->bins;
+    const int tied = manner_of(how)->tied, bins = how->bins;
     double s[L * H * D], mean = 0;
     x->n = (tied ? L * Hkv : L * H) * bins;
     for (int i = 0; i < x->n; i++) {
@@ -161,8 +172,9 @@ static void pick(const learning *x, const course *how, long k, int *gate) {
     for (; k > 0; k--) {
         int best = -1;
         for (int i = 0; i < x->n; i++) {
-            float key = how->by_p ? dkv_gate_p(x->a[i]) : x->a[i];
-            if (!in[i] && (best < 0 || key > (how->by_p ? dkv_gate_p(x->a[best]) : x->a[best]))) best = i;
+            const int by_p = manner_of(how)->by_p;
+            float key = by_p ? dkv_gate_p(x->a[i]) : x->a[i];
+            if (!in[i] && (best < 0 || key > (by_p ? dkv_gate_p(x->a[best]) : x->a[best]))) best = i;
         }
         if (best >= 0) in[best] = 1, *gate++ = best;
     }
@@ -175,7 +187,7 @@ static void choose(learning *x, const course *how, double rho) {
     memset(x->open, 0, sizeof x->open);
     for (long i = 0; i < k; i++) {
         const int f = gate[i] / how->bins;
-        x->open[(how->tied ? f : f / 2) * how->bins + gate[i] % how->bins] = 1;
+        x->open[(manner_of(how)->tied ? f : f / 2) * how->bins + gate[i] % how->bins] = 1;
     }
 }
 
@@ -189,32 +201,36 @@ static void finish(learning *x, const course *how, double rho) {
     for (int i = 0; left > 0; i++)
         for (int b = 0; b < each && left > 0; b++, left--) {
             const int cell = gate[i] * each + b;
-            unsigned char *to = x->M + (how->tied ? cell / D * 2 * D + cell % D : cell);
+            const int tied = manner_of(how)->tied;
+            unsigned char *to = x->M + (tied ? cell / D * 2 * D + cell % D : cell);
             to[0] = 1;
-            if (how->tied) to[D] = 1;
+            if (tied) to[D] = 1;
         }
 }
 
 static void step(engine *e, learning *x, const course *how, int t) {
+    const manner *m = manner_of(how);
+    const int per = CONTEXTS / m->parts;
     float da[L * H * D] = {0};
     double d[L * H * D], norm = 0;
     int count[D];
     for (int i = 0; i < x->n; i++) x->a[i] = (float)x->x[i];
     choose(x, how, how->rho[t]);
-    count_bins(e, t % ROUNDS, count);
+    count_bins(e, t / m->parts % ROUNDS, count);
     x->loss = x->expected = 0;
-    for (int c = 0; c < CONTEXTS; c++) learn_context(e, x, how, t, c, count, da);
+    for (int c = 0; c < per; c++) learn_context(e, x, how, t, t % m->parts * per + c, count, da);
+    for (int i = 0; i < x->n; i++) x->expected += p_of((double)x->a[i]) / x->n;
+    const double slope = how->ours ? pow(x->expected / how->rho[t], 2) / how->rho[t] : 1;
     for (int i = 0; i < x->n; i++) {
-        double p = p_of((double)x->a[i]);
-        x->expected += p / x->n;
-        d[i] = (double)da[i] + how->lambda[t] / x->n * p * (1 - p);
+        const double p = p_of((double)x->a[i]);
+        d[i] = ((double)da[i] + how->lambda[t] * slope / x->n * p * (1 - p)) / m->parts;
         norm += d[i] * d[i];
     }
     for (int i = 0; i < x->n; i++) {
         d[i] *= fmin(1, 1 / (sqrt(norm) + 1e-6));
         x->m[i] = 0.9 * x->m[i] + 0.1 * d[i];
         x->v[i] = 0.999 * x->v[i] + 0.001 * d[i] * d[i];
-        x->x[i] -= how->rate * (x->m[i] / (1 - pow(0.9, t + 1))) / (sqrt(x->v[i] / (1 - pow(0.999, t + 1))) + 1e-8);
+        x->x[i] -= m->rate * (x->m[i] / (1 - pow(0.9, t + 1))) / (sqrt(x->v[i] / (1 - pow(0.999, t + 1))) + 1e-8);
     }
 }
 

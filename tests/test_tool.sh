@@ -305,8 +305,9 @@ if [ -r "$MODEL" ]; then
     holds "data: the same again" cmp "$t/before" "$t/data"
     data --show 1 --kind word --split report --needles 2 --seed 7
     equal "data: words" "$(grep -c 'is\[ [a-z]* [a-z]* [a-z]*\]' "$t/data")" 4
-    data --show 1 --filler README.md
-    holds "data: another filler" grep -q '^    | # ' "$t/data"
+    echo "Whales sing at night." > "$t/whales"
+    data --show 1 --filler "$t/whales"
+    holds "data: another filler" grep -q 'Whales sing at night.$' "$t/data"
     refused "data: too short" 1 "full bins" "$DKV" data -m "$MODEL" --ctx 1300
 else
     skip "data" "no $MODEL"

@@ -29,7 +29,7 @@ wrong "no ratio" 2 "--rho must be" --rho 0.2,x
 wrong "one number of steps" 2 "--steps must be A,B" --rho 0.2 --steps 5
 wrong "an empty ratio" 2 "how much may stay" --rho ""
 wrong "a ratio twice" 2 "--rho 0.2,0.3,0.20000001 has 0.2 twice" --rho 0.2,0.3,0.20000001
-wrong "annealing" 2 "--anneal must be FROM,SHARE" --rho 0.2 --anneal 0.6,1.5
+wrong "annealing" 2 "--anneal must be FROM,N" --rho 0.2 --anneal 0.6,-1
 wrong "cells under a logical budget" 2 "--budget logical needs --gates query" --rho 0.2 --gates kv --budget logical
 wrong "a logical budget alone" 2 "--budget logical needs --gates query" --rho 0.2 --budget logical
 wrong "a pause without a state" 2 "--pause-after needs --resume" --rho 0.2 --pause-after 3
@@ -95,6 +95,12 @@ EOF
     refused "probe: unwritable" 1 "cannot write /nowhere/x" probe -o /nowhere/x
     probe --dry-run > "$t/out" 2> "$t/err"
     holds "probe: --dry-run" grep -q '^probe: 32 prefills of 480 tokens.*64 questions' "$t/err"
+    adds_up() { # adds_up FORMULA: of the numbers of the last line of err, with its last, a time, within 1 % and a second
+        tail -1 "$t/err" | awk '{n = split($NF, part, ":"); for (i = 1; i <= n; i++) all = 60 * all + part[i]
+            gsub(",", ""); want = '"$1"'; exit !(want > 10 && (all - want) ^ 2 <= (1 + want / 100) ^ 2)}'
+    }
+    probe --dry-run --rounds 1000 2> "$t/err"
+    holds "probe: what it takes" adds_up '8000 * ($5 + $10)'
     if command -v gnuplot > /dev/null; then
         holds "plot: scores" "$DKV" plot "$t/s.dks" -o "$t/s.png"
         equal "plot: a PNG" "$(head -c 8 "$t/s.png" | od -An -tx1 | tr -d ' ')" 89504e470d0a1a0a
@@ -103,7 +109,8 @@ EOF
     fi
 
     # ---- train
-    train() { "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --steps 2,5 --rounds 2 "$@"; }
+    # ratios of 0.5 and 0.25 leave the fall after 3 and 5 steps, and end after 6 and 8
+    train() { "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --anneal 0.6,2 --steps 2,3 --rounds 2 "$@"; }
     holds "train" train --rho 0.25 -o "$t/p.dkv"
     equal "train: nothing but the result on a pipe" "$(cat "$t/out")" \
         "p.dkv: 8 of 32 bits, logical 0.2500, physical 0.2500"
@@ -114,23 +121,23 @@ EOF
     holds "train: the same again" cmp "$t/p.dkv" "$t/again.dkv"
     train --rho 0.25 -o "$t/again.dkv" --threads 1 > /dev/null
     holds "train: the same on one thread" cmp "$t/p.dkv" "$t/again.dkv"
-    train --rho 0.5,0.25 -o "$t/q.dkv" > /dev/null
-    holds "train: several ratios, each from the end of stage 1" cmp "$t/p.dkv" "$t/q-0.25.dkv"
+    train --rho 0.25,0.5 -o "$t/q.dkv" > /dev/null
+    holds "train: several ratios, as if alone" cmp "$t/p.dkv" "$t/q-0.25.dkv"
     equal "train: and the other" "$(about "$t/q-0.5.dkv" cells rho)" "8 0.5"
     train --rho 0.25 -o "$t/j.dkv" --json > "$t/log"
     equal "train: a line per step" "$(sed -n 's/{"step":\([0-9]*\),"stage":\([12]\),.*/\1:\2/p' "$t/log" | xargs)" \
-        "1:1 2:1 3:2 4:2 5:2 6:2 7:2"
+        "1:1 2:1 3:2 4:2 5:2 6:2 7:2 8:2"
     equal "train: the budget falls" "$(sed -n 's/.*"physical":\([0-9.]*\),.*/\1/p' "$t/log" | xargs)" \
-        "0.625 0.625 0.625 0.5 0.375 0.25 0.25"
+        "0.625 0.625 0.625 0.4375 0.3125 0.25 0.25 0.25"
     train --rho 0.25 -o "$t/v.dkv" --verbose > /dev/null 2> "$t/err"
-    equal "train: --verbose" "$(grep -c '^rho 0.25 stage [12] step' "$t/err")" 7
+    equal "train: --verbose" "$(grep -c '^rho 0.25 stage [12] step' "$t/err")" 8
     # the caches of 3 contexts instead of all 16
     train --rho 0.25 -o "$t/again.dkv" --kv-memory 0.0008 > /dev/null
     equal "train: short memory" "$(about "$t/again.dkv" cells)" 4
 
     # interrupted: in stage 1, between, in stage 2, between ratios, and killed somewhere
     rm -f "$t/r-0.5.dkv" "$t/r-0.25.dkv"
-    for pause in 1 1 2 3 4; do
+    for pause in 1 1 2 2 4; do
         train --rho 0.5,0.25 -o "$t/r.dkv" --resume "$t/state" --pause-after $pause --json >> "$t/resumed" 2> "$t/err" ||
             flunk "pause"
     done
@@ -141,36 +148,39 @@ EOF
     holds "train: and the next" cmp "$t/q-0.25.dkv" "$t/r-0.25.dkv"
     train --rho 0.5,0.25 -o "$t/q.dkv" --json > "$t/log"
     holds "train: and the same steps, nothing else" cmp "$t/log" "$t/resumed"
+    long() { train --rho 0.5,0.25 --steps 2,20 "$@"; } # 23 steps and 22
     rm -f "$t/state"
-    "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --steps 2,5 --rounds 2 --rho 0.5,0.25 -o "$t/k.dkv" \
-        --resume "$t/state" > /dev/null 2>&1 & # not by train(), whose process would be a shell's
+    "$DKV" train -m "$M" -s "$t/s.dks" --needles 2 --anneal 0.6,2 --steps 2,20 --rounds 2 --rho 0.5,0.25 -o "$t/k.dkv" \
+        --resume "$t/state" > /dev/null 2>&1 & # not by long(), whose process would be a shell's
     n=0
     until [ -e "$t/state" ] || [ $n -gt 300 ]; do sleep 0.1; n=$((n + 1)); done
     kill -9 $!
     { wait $!; } 2> /dev/null
     equal "train: killed before its end" "$? $(ls "$t" | grep -c '^k-')" "137 0"
-    train --rho 0.5,0.25 -o "$t/k.dkv" --resume "$t/state" > /dev/null
+    long -o "$t/q.dkv" > /dev/null
+    long -o "$t/k.dkv" --resume "$t/state" > /dev/null
     holds "train: killed and resumed, the same pattern" cmp "$t/q-0.25.dkv" "$t/k-0.25.dkv"
-    train --rho 0.5,0.25 --dry-run --resume "$t/state" 2> "$t/err"
+    long --dry-run --resume "$t/state" 2> "$t/err"
     holds "train: --dry-run at the end" grep -q '^train: 0 prefills of .* 0 questions of [1-9].*; 0 + 0 PFLOP' "$t/err"
-    train --rho 0.5,0.25 -o "$t/k.dkv" --resume "$t/state" > /dev/null
+    equal "train: nor any time" "$(wc -l < "$t/err" | tr -d ' ')" 1
+    long -o "$t/k.dkv" --resume "$t/state" > /dev/null
     holds "train: at the end, the same again" cmp "$t/q-0.25.dkv" "$t/k-0.25.dkv"
     rm "$t/k-0.5.dkv"
     refused "train: a pattern gone, and its steps taken" 1 \
         "k-0.5.dkv is missing, and $t/state is past it; bring it back, or remove the state to start anew" \
-        train --rho 0.5,0.25 -o "$t/k.dkv" --resume "$t/state"
-    for bent in "0 -1" "0 2" "1 1" "1 8"; do # which ratio, of 2; steps, 2 .. 7 as it is the second
+        long -o "$t/k.dkv" --resume "$t/state"
+    for bent in "0 -1" "0 2" "1 2" "1 26"; do # which ratio, of 2; steps, 3 .. 25 as it is the second
         # shellcheck disable=SC2086
         bend "$t/state" $bent "$t/bent"
-        refused "train: a state with $bent" 1 "or damaged" train --rho 0.5,0.25 -o "$t/x" --resume "$t/bent"
+        refused "train: a state with $bent" 1 "or damaged" long -o "$t/x" --resume "$t/bent"
     done
     refused "train: another run's state" 1 "other settings" train --rho 0.25 -o "$t/x" --resume "$t/state"
     head -c 100 "$t/state" > "$t/cut"
-    refused "train: a cut state" 1 "remove it to start anew" train --rho 0.5,0.25 -o "$t/x" --resume "$t/cut"
+    refused "train: a cut state" 1 "remove it to start anew" long -o "$t/x" --resume "$t/cut"
     refused "train: a state that is none" 1 "is not the state" train --rho 0.25 -o "$t/x" --resume README.md
 
     holds "train: without scores" "$DKV" train -m "$M" --ctx 480 --bin-width 96 --sink 32 --recent 64 --needles 2 \
-        --steps 1,1 --rounds 1 --rho 0.25 -o "$t/blind.dkv"
+        --steps 1,1 --anneal 0,0 --rounds 1 --rho 0.25 -o "$t/blind.dkv"
     equal "train: which has bins as told" "$(about "$t/blind.dkv" cells bins bin_width sink recent)" "4 4 96 32 64"
     holds "train: the reference recipe" train --recipe reference --rho 0.25 -o "$t/ref.dkv"
     equal "train: which is logical" "$(about "$t/ref.dkv" budget ones rho tool)" \
@@ -196,7 +206,11 @@ EOF
     refused "train: another model's scores" 1 "is of a model with 2 layers of 4 and 2 heads" \
         "$DKV" train -m "$t/qwen2.gguf" -s "$t/s.dks" --needles 2 --rho 0.2 -o "$t/x"
     train --rho 0.25 --dry-run 2> "$t/err"
-    holds "train: --dry-run" grep -q '^train: 16 prefills of 480 tokens.*112 questions' "$t/err"
+    holds "train: --dry-run" grep -q '^train: 16 prefills of 480 tokens.*; 64 questions' "$t/err"
+    train --rho 0.25 --dry-run --steps 2000,5000 2> "$t/err" # and 3 steps of the fall; 4 contexts a step
+    holds "train: what it takes" adds_up '16 * $5 + 4 * (2000 * $10 + 5003 * $15)'
+    train --rho 0.5,0.25 --dry-run --steps 2000,5000 --kv-memory 0.0008 2> "$t/err" # the second from the end of 1
+    holds "train: of two ratios, in short memory" adds_up '(2 + 14 * 12003 / 4) * $5 + 4 * (2000 * $10 + 10003 * $15)'
 
     # ---- score
     score() { "$DKV" score -m "$M" --needles 2 -n 20 "$@"; }
@@ -207,7 +221,7 @@ EOF
     equal "score: a row each, all, num, word and perplexity" "$(grep -c '^p.dkv ' "$t/table")" 39
     equal "score: controls beside their patterns" "$(sed -n 's/^\(.*\) random .* \(.*dkv\)$/\1 \2/p' "$t/table" | xargs)" "p.dkv p.dkv full.dkv full.dkv"
     holds "score: everything kept is dense" sh -c \
-        "grep '^full.dkv  ' '$t/table' | head -3 | grep -c '+0.000 ( *+0.000.. *+0.000)  *0.000' | grep -qx 3"
+        "grep '^full.dkv  ' '$t/table' | head -3 | grep -c '+0.000 ( *+0.000.. *+0.000) .* 0.000$' | grep -qx 3"
     ratios() { sed -n 's/.*"physical_ratio":[[:space:]]*\(.*\),/\1/p' "$1" | sort -u | xargs; }
     score -p "$t/query.dkv" --controls --scores "$t/s.dks" --json > "$t/j"
     equal "score: dense, and controls that keep as much" "$(ratios "$t/j")" "0.25 1"
@@ -233,6 +247,16 @@ EOF
     "$DKV" pattern --kind full --like "$M" -o "$t/all.dkv"
     refused "score: a pattern of all that the model takes" 1 "takes 2048 tokens; at most --ctx 1792" \
         "$DKV" score -m "$M" -p "$t/all.dkv"
+    # windows of 512 tokens, here bytes: capitals merge with nothing
+    sed 's/add_bos_token\(....\)\x00/add_bos_token\1\x01/' "$M" > "$t/bos.gguf"
+    window() { # window FROM BYTES: ln of the perplexity of that piece of a text
+        tr a-z A-Z < README.md | tr -cd 'A-Z .' | tail -c +$1 | head -c $2 > "$t/text"
+        "$DKV" score -m "$t/bos.gguf" --needles 2 -n 1 -p "$t/p.dkv" --text "$t/text" --json > "$t/j"
+        sed -n 's/.*"perplexity":[[:space:]]*\(.*\),/\1/p' "$t/j" | awk 'NR == 2 {printf "%.9f", log($1)}'
+    }
+    equal "score: every window of a text begins with BOS" "$(window 1 1503)" \
+        "$(echo "$(window 1 991) $(window 513 991)" | awk '{printf "%.9f", ($1 + $2) / 2}')"
+    holds "score: which matters" [ "$(window 1 991)" != "$(M=$t/f32.gguf; cp "$M" "$t/bos.gguf"; window 1 991)" ]
     echo "Too short." > "$t/short"
     refused "score: a short text" 1 "--text needs more than 480" score -p "$t/p.dkv" --text "$t/short"
 else

@@ -65,11 +65,6 @@ static void distance_only(unsigned char *to, const unsigned char *from, const dk
     free(bin);
 }
 
-static void nearest(unsigned char *to, int64_t rows, int64_t D, int64_t left) {
-    for (int64_t b = 0; left; b++)
-        for (int64_t f = 0; f < rows && left; f++, left--) to[f * D + b] = 1;
-}
-
 /* The highest score in the group; ties to the nearer bin, then by layer, then by head. */
 static void scores_only(unsigned char *to, const dkv_pattern *p, const float *S, int64_t left) {
     const int64_t D = p->D, rows = (int64_t)p->L * p->Hkv, G = p->H / p->Hkv;
@@ -91,7 +86,7 @@ void make_control(unsigned char *to, int kind, const dkv_pattern *p, const float
     pattern_cells(from, p);
     memset(to, 0, (size_t)(rows * D));
     switch (kind) {
-    case CONTROL_STREAMING: nearest(to, rows, D, n); break;
+    case CONTROL_STREAMING: mark_nearest(to, rows, D, n); break;
     case CONTROL_RANDOM:
         memset(to, 1, (size_t)n);
         shuffle(to, rows * D, &seed);

@@ -29,7 +29,9 @@ const char *hms(double s) {
     static int turn;
     char *out = text[turn ^= 1];
     long long n = (long long)(s + 0.5);
-    if (n >= 3600) snprintf(out, sizeof *text, "%lld:%02lld:%02lld", n / 3600, n / 60 % 60, n % 60);
+    if (n >= 86400)
+        snprintf(out, sizeof *text, "%lld d %lld:%02lld:%02lld", n / 86400, n / 3600 % 24, n / 60 % 60, n % 60);
+    else if (n >= 3600) snprintf(out, sizeof *text, "%lld:%02lld:%02lld", n / 3600, n / 60 % 60, n % 60);
     else snprintf(out, sizeof *text, "%lld:%02lld", n / 60, n % 60);
     return out;
 }
@@ -117,15 +119,18 @@ static void try(int failed, const char *err) {
     if (failed) fail("%s", err);
 }
 
-int kind_of(const exams *x, int64_t context) {
-    return (int)(context % x->per_round * LM_KINDS / x->per_round);
+/* Of which manifest of its round a context is. */
+static int manifest_of(const exams *x, int64_t context) {
+    return (int)(context % x->per_round * LM_KINDS * LM_WORDINGS / x->per_round);
 }
 
+int kind_of(const exams *x, int64_t context) { return manifest_of(x, context) % LM_KINDS; }
+
 static void make_context(const exams *x, lm_haystack *h, int32_t *ids, int64_t c) {
-    const int64_t manifest = x->per_round / (LM_KINDS * LM_WORDINGS), at = c % x->per_round;
+    const int64_t contexts = x->per_round / (LM_KINDS * LM_WORDINGS); /* of a manifest */
     char err[256];
-    try(lm_needles_context(x->needles, h, ids, kind_of(x, c), (int)(at / manifest % LM_WORDINGS), c / x->per_round,
-                           at % manifest, err, sizeof err), err);
+    try(lm_needles_context(x->needles, h, ids, kind_of(x, c), manifest_of(x, c) / LM_KINDS, c / x->per_round,
+                           c % contexts, err, sizeof err), err);
 }
 
 static void make_question(exams *x, const lm_haystack *h, int64_t i, int64_t at, const double *weight) {
@@ -249,18 +254,18 @@ int64_t context_bytes(const exams *x) {
     return dkv_kv_bytes_dense(&lm_get_params(x->m)->shape, cache_type(x), x->o.T_c);
 }
 
-lm_cache *prefill_context(exams *x, const int32_t *tokens) {
+lm_cache *prefill_context(exams *x, const int32_t *tokens, int64_t n) {
     const dkv_shape *s = &lm_get_params(x->m)->shape;
     const double start = seconds();
     size_t bytes;
     dkv_plan plan;
     lm_cache *cache;
-    dkv_result r = dkv_plan_from_positions(&plan, NULL, &bytes, s->L, s->Hkv, x->o.T_c, NULL, NULL);
+    dkv_result r = dkv_plan_from_positions(&plan, NULL, &bytes, s->L, s->Hkv, n, NULL, NULL);
     void *memory = allocate(1, r ? 1 : bytes);
-    if (!r) r = dkv_plan_from_positions(&plan, memory, &bytes, s->L, s->Hkv, x->o.T_c, NULL, NULL);
+    if (!r) r = dkv_plan_from_positions(&plan, memory, &bytes, s->L, s->Hkv, n, NULL, NULL);
     if (!r) r = lm_cache_create(&cache, x->m, &plan, cache_type(x), 0, NULL);
     if (r) fail("a context's cache: %s%s", dkv_result_string(r), r == DKV_ERR_MEMORY ? "; lower --kv-memory" : "");
-    if (lm_prefill(x->m, &cache, 1, tokens, x->o.T_c, NULL)) fail_model(x);
+    if (lm_prefill(x->m, &cache, 1, tokens, n, NULL)) fail_model(x);
     free(memory);
     x->prefill_s += seconds() - start;
     x->prefilled++;
@@ -270,9 +275,10 @@ lm_cache *prefill_context(exams *x, const int32_t *tokens) {
 static void fill_cache(exams *x, int64_t c, int32_t *ids) {
     lm_haystack h;
     if (x->cache[c]) return;
-    show_line("context %lld of %lld", (long long)c + 1, (long long)x->contexts);
+    show_line("context %lld of %lld%s%s", (long long)c + 1, (long long)x->contexts, x->prefilled ? ", each " : "",
+              x->prefilled ? hms(x->prefill_s / (double)x->prefilled) : "");
     make_context(x, &h, ids, c);
-    x->cache[c] = prefill_context(x, ids);
+    x->cache[c] = prefill_context(x, ids, x->o.T_c);
 }
 
 /* One batch from context first on, at most n: ends where the room for caches that do not stay is used up. */
@@ -301,8 +307,9 @@ void each_batch(exams *x, int64_t first, int64_t n, batch_work *work, void *user
 
 /* ---- cost ---------------------------------------------------------------- */
 
-/* Products of weights count 2 per weight and token, attention 4 d per head, key and token. */
-void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questions, double passes) {
+/* Products of weights count 2 per weight and token, attention 4 d per head, key and token. The way back has one more
+   product of each weight, as weights get no gradient, and three halves more of attention: the scores again, dP, dQ. */
+void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questions, bool back) {
     const lm_params *p = lm_get_params(x->m);
     const double heads = p->shape.H, T = (double)x->o.T_c;
     const double tokens = (double)x->suffix_tokens / (double)(x->contexts * x->per_context); /* of a question */
@@ -310,9 +317,37 @@ void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questi
                                          3 * (double)p->E * (double)p->F);
     const double pair = 4 * heads * p->shape.d_k * p->shape.L; /* of one query and one key */
     const double prefill = (double)prefills * (2 * weights * T + pair * T * T / 2);
-    const double ask = passes * tokens * (double)questions * (2 * weights + pair * T);
+    const double ask = tokens * (double)questions * (back ? 4 * weights + 2.5 * pair * T : 2 * weights + pair * T);
     fprintf(stderr, "%s: %lld prefills of %lld tokens, %.3g GB of cache each, %lld in memory; %lld questions "
             "of %.0f tokens; %.3g + %.3g PFLOP\n", what, (long long)prefills, (long long)x->o.T_c,
             (double)context_bytes(x) / 1e9, (long long)(x->kept + (x->kept < x->contexts ? x->group : 0)),
             (long long)questions, tokens, prefill / 1e15, ask / 1e15);
+}
+
+/* The second time. */
+typedef struct {
+    batch_work *work;
+    void *user;
+    double seconds;
+} timed_work;
+
+static void work_twice(void *user, const lm_exam *e, int64_t n, int64_t first) {
+    timed_work *t = user;
+    t->work(t->user, e, n, first);
+    const double start = seconds();
+    t->work(t->user, e, n, first);
+    t->seconds = seconds() - start;
+}
+
+/* A few tokens first, for what a device does only once. On a GPU a context alone is slower than its share of more. */
+pace time_batch(exams *x, batch_work *work, void *user) {
+    enum { FEW = 64 };
+    const int32_t few[FEW] = {0};
+    lm_cache_destroy(prefill_context(x, few, FEW));
+    x->prefill_s = 0, x->prefilled = 0;
+    timed_work t = {work, user, 0};
+    int64_t n = x->o.place == LM_CPU ? 1 : x->group < ONCE ? x->group : ONCE;
+    if (n > x->per_round) n = x->per_round;
+    each_batch(x, 0, n, work_twice, &t);
+    return (pace){x->prefill_s / (double)n, t.seconds / (double)n};
 }

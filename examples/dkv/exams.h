@@ -1,8 +1,8 @@
 /* exams.h: what probe, train and score share: a model, questions about needles in contexts, and the contexts' caches.
 
-   A round is a manifest of each kind and wording (needles.h); a train step takes one round. Context c of all rounds is
-   number c % per_round of round c / per_round; its questions are question[c * per_context ..]. Nothing of a context is
-   kept but its questions and, as far as memory allows, its cache: tokens are made again where they are needed. */
+   A round is a manifest of each wording and kind (needles.h), in this order: its halves are its wordings. Context c of
+   all rounds is number c % per_round of round c / per_round; its questions are question[c * per_context ..]. Nothing of
+   a context is kept but its questions and, as far as memory allows, its cache: tokens are made again where needed. */
 #ifndef EXAMS_H
 #define EXAMS_H
 
@@ -78,13 +78,20 @@ int kind_of(const exams *x, int64_t context);      /* LM_NUM, LM_WORD */
 typedef void batch_work(void *user, const lm_exam *e, int64_t n, int64_t first);
 void each_batch(exams *x, int64_t first, int64_t n, batch_work *work, void *user);
 
-/* A cache of all of tokens[T_c]: made, and filled. */
-lm_cache *prefill_context(exams *x, const int32_t *tokens);
+/* A cache of all of tokens[n]: made, and filled. */
+lm_cache *prefill_context(exams *x, const int32_t *tokens, int64_t n);
 int64_t context_bytes(const exams *x); /* of one cache */
 
 /* What is ahead, in one line on standard error: contexts that will be prefilled, bytes that they keep, and the floating
-   point operations of prefill and of work on `questions` questions, times `passes` (forward 1, and backward 3). */
-void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questions, double passes);
+   point operations of prefill and of work on `questions` questions, forward only or back too. */
+void say_cost(const exams *x, const char *what, int64_t prefills, int64_t questions, bool back);
+
+/* Seconds of a context: its prefill, and its share of work, which is called twice for the first batch, or as much of it
+   as makes no difference. */
+typedef struct {
+    double prefill, work;
+} pace;
+pace time_batch(exams *x, batch_work *work, void *user);
 
 /* ---- states of long runs: what goes on where it stopped ------------------- */
 
@@ -98,6 +105,6 @@ uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes); /* FNV-1a; h
 
 /* A line on a terminal's standard error that the next one replaces; "" clears it. Nothing where there is none. */
 __attribute__((format(printf, 1, 2))) void show_line(const char *format, ...);
-const char *hms(double s); /* "1:02:03", "2:03"; valid until the next call but one */
+const char *hms(double s); /* "4 d 1:02:03", "1:02:03", "2:03"; valid until the next call but one */
 
 #endif

@@ -88,21 +88,20 @@ static void find_bins(void) {
 
 /* ---- kinds --------------------------------------------------------------- */
 
-/* Each set of wanted bits of the L * rows * D is as likely as another: selection sampling, Knuth's algorithm S. */
-static void fill_random(dkv_pattern *p, int64_t rows, int64_t wanted) {
-    uint64_t state = p->seed;
-    int64_t left = L * rows * D;
-    for (int64_t i = 0; i < L * rows * D; i++, left--)
-        if (uniform(&state) * (double)left < (double)wanted) {
-            set_row_bit(p, i / D / rows, i / D % rows, rows, i % D);
-            wanted--;
-        }
+/* Each set of wanted ones of n is as likely as another: selection sampling, Knuth's algorithm S. */
+static void mark_random(unsigned char *to, int64_t n, int64_t wanted, uint64_t state) {
+    for (int64_t i = 0; i < n; i++)
+        if (uniform(&state) * (double)(n - i) < (double)wanted) to[i] = 1, wanted--;
 }
 
 static void fill_budget(dkv_pattern *p, int64_t rows) {
-    int64_t wanted = llrint(p->rho * (double)(L * rows * D));
-    if (kind == RANDOM) fill_random(p, rows, wanted);
-    else fill_nearest(p, rows, wanted);
+    const int64_t n = L * rows * D, wanted = llrint(p->rho * (double)n);
+    unsigned char *mark = allocate((size_t)n, 1);
+    if (kind == RANDOM) mark_random(mark, n, wanted, p->seed);
+    else mark_nearest(mark, L * rows, D, wanted);
+    for (int64_t i = 0; i < n; i++)
+        if (mark[i]) set_row_bit(p, i / D / rows, i / D % rows, rows, i % D);
+    free(mark);
 }
 
 static void fill_heads(dkv_pattern *p) {
@@ -169,8 +168,9 @@ static int64_t measure_mask(char *text) {
 }
 
 static void fill_mask(dkv_pattern *p, char *text, int64_t rows) {
+    static bool *seen; /* [L][rows]; static, as it must stay reachable where fail ends the program */
     mask_reader m = {.next = text};
-    bool *seen = allocate((size_t)(L * rows), sizeof *seen);
+    seen = allocate((size_t)(L * rows), sizeof *seen);
     while (next_mask_row(&m)) {
         if (m.l < 0 || m.l >= L || m.row < 0 || m.row >= rows)
             fail("%s:%d: no layer %lld head %lld in %lld layers of %lld", mask, m.line, (long long)m.l,

@@ -42,15 +42,34 @@ static void rank_batch(void *user, const lm_exam *e, int64_t n, int64_t first) {
     free(hits);
 }
 
+static condition open_condition(exams *x) {
+    const dkv_shape *s = &lm_get_params(x->m)->shape;
+    return (condition){x, allocate((size_t)(s->L * s->H * x->D), sizeof(double)),
+                       allocate((size_t)x->D, sizeof(int64_t))};
+}
+
+static void close_condition(condition *c) {
+    free(c->sum);
+    free(c->count);
+}
+
 static void take_condition(exams *x, tally *t) {
     const int64_t contexts = x->per_round / (LM_KINDS * LM_WORDINGS);
-    condition c = {x, allocate((size_t)t->cells, sizeof *c.sum), allocate((size_t)x->D, sizeof *c.count)};
+    condition c = open_condition(x);
     each_batch(x, t->done * contexts, contexts, rank_batch, &c);
     for (int64_t i = 0; i < t->cells; i++) t->total[i] += c.sum[i] / (double)c.count[i % x->D];
     for (int64_t b = 0; b < x->D; b++) t->total[t->cells + b] += (double)c.count[b];
     t->done++;
-    free(c.sum);
-    free(c.count);
+    close_condition(&c);
+}
+
+/* What that many contexts will take. */
+static void say_time(exams *x, int64_t contexts) {
+    condition c = open_condition(x);
+    const pace each = time_batch(x, rank_batch, &c);
+    fprintf(stderr, "probe: a context takes %.3g s to prefill and %.3g s to rank; all %s\n", each.prefill, each.work,
+            hms((each.prefill + each.work) * (double)contexts));
+    close_condition(&c);
 }
 
 static void save(const exams *x, const tally *t) {
@@ -103,7 +122,8 @@ int command_probe(int argc, char **argv) {
     if (resume && read_state(resume, x.run_hash, t, bytes) &&
         (t->cells != cells || t->done < 0 || t->done > conditions)) refuse_state(resume);
     const int64_t before = t->done, left = (conditions - before) * x.per_round / (LM_KINDS * LM_WORDINGS);
-    if (dry_run || isatty(STDERR_FILENO)) say_cost(&x, "probe", left, left * x.per_context, 1);
+    if (dry_run || isatty(STDERR_FILENO)) say_cost(&x, "probe", left, left * x.per_context, false);
+    if (dry_run && left) say_time(&x, left);
     const double start = seconds();
     while (!dry_run && t->done < conditions) {
         take_condition(&x, t);

@@ -24,11 +24,12 @@ static int64_t windows, window;
 
 static const char NOTES[] =
     "physical    kept share of KV rows between sink and recent; total: with both, what memory follows\n"
-    "exact       all value tokens of a question are the likeliest ones: greedy decoding would give the value\n"
     "loss        mean cross-entropy of the value's tokens, by question\n"
     "to dense    the paired difference of losses, with a 95 % interval: 10,000 resamples of whole contexts; in the\n"
     "            same way of a control to its pattern, and of a pattern to the first\n"
     "KL          mean divergence of the value tokens' distributions from the dense ones\n"
+    "exact       all value tokens of a question are the likeliest ones: greedy decoding would give the value; with\n"
+    "            Wilson's 95 % interval\n"
     "perplexity  with --text: of up to 16 windows of up to 512 tokens, each behind T tokens of the same text\n"
     "Sink, recent and bins of the questions are those of the first pattern, and so is their T unless --ctx is given.\n"
     "Wordings, keys and filler of the splits are disjoint, from each other and from those of dkv train.\n";
@@ -116,10 +117,13 @@ static void grade_batch(void *user, const lm_exam *e, int64_t n, int64_t first) 
               hms((seconds() - x->opened) / (double)(first + n) * (double)(x->contexts - first - n)));
 }
 
-/* Window k: T_c tokens from k * window on are the context, the next ones the question. */
-static void grade_window(exams *x, const int32_t *tokens, int64_t k) {
-    const lm_question q = {.tokens = tokens + k * window + x->o.T_c, .n = window, .first = 1};
-    lm_cache *cache = prefill_context(x, tokens + k * window);
+/* Window k: T_c tokens from k * window on are the context, the next ones the question. Where contexts begin with BOS,
+   it replaces the first, which no later window has. */
+static void grade_window(exams *x, int32_t *tokens, int64_t k) {
+    int32_t *context = tokens + k * window, bos = lm_bos(x->tokenizer);
+    if (bos >= 0) context[0] = bos;
+    const lm_question q = {.tokens = context + x->o.T_c, .n = window, .first = 1};
+    lm_cache *cache = prefill_context(x, context, x->o.T_c);
     const lm_exam e = {cache, &q, 1, 0};
     lm_grade_result g;
     for (method *m = methods; m < methods + n_methods; m++) {
@@ -137,7 +141,6 @@ static void grade_text(exams *x) {
     const size_t bytes = strlen(text);
     int32_t *tokens = allocate(bytes + 1, sizeof *tokens);
     const int64_t bos = lm_bos(x->tokenizer) >= 0, room = lm_get_params(x->m)->n_ctx - x->o.T_c;
-    if (bos) tokens[0] = lm_bos(x->tokenizer);
     int64_t n = lm_encode(x->tokenizer, text, bytes, false, tokens + bos, (int64_t)bytes) + bos;
     window = room < WINDOW ? room : WINDOW;
     if (n - x->o.T_c < window) window = n - x->o.T_c;
@@ -201,7 +204,7 @@ int command_score(int argc, char **argv) {
     for (method *m = methods; m < methods + n_methods; m++)
         m->grade = allocate((size_t)(x.contexts * x.per_context), sizeof *m->grade);
     if (isatty(STDERR_FILENO))
-        say_cost(&x, "score", x.contexts, x.contexts * x.per_context * n_methods, 1);
+        say_cost(&x, "score", x.contexts, x.contexts * x.per_context * n_methods, false);
     each_batch(&x, 0, x.contexts, grade_batch, &x);
     if (text_path) grade_text(&x);
     show_line("%s", "");

@@ -56,7 +56,7 @@ static double perplexity(const gradings *g, const method *m) { return exp(mean_o
 
 /* ---- table --------------------------------------------------------------- */
 
-enum { NAME = 34 }; /* columns */
+enum { NAME = 34, DIFFERENCE = 28 }; /* columns */
 
 /* Nothing that prints as -0.000. */
 static double shown(double x) { return fabs(x) < 0.0005 ? 0 : x; }
@@ -66,14 +66,16 @@ static void print_difference(difference d) {
 }
 
 static void print_rows(const gradings *g, int kind) {
-    printf("\n%-*s  physical  total  exact (95 %%)             loss   to dense (95 %%)              KL\n", NAME,
-           KINDS[kind]);
+    printf("\n%-*s  physical  total     loss  to dense (95 %%)              exact         (95 %%)              KL\n",
+           NAME, KINDS[kind]);
     for (const method *m = g->m; m < g->m + g->n; m++) {
         const sums s = sum_up(g->x, m, kind, 0, g->x->D);
         const interval in = wilson(s.exact, s.n);
-        printf("%-*s  %8.3f  %5.3f  %5.3f (%5.3f..%5.3f)  %7.3f", NAME, m->name, m->physical, m->total,
-               (double)s.exact / (double)s.n, in.low, in.high, s.loss);
+        printf("%-*s  %8.3f  %5.3f  %7.3f", NAME, m->name, m->physical, m->total, s.loss);
         if (m->cells) print_difference(compare(g->x, m, g->m, kind));
+        else printf("%*s", DIFFERENCE, "");
+        printf("  %5lld/%-5lld  %.3f (%.3f..%.3f)", (long long)s.exact, (long long)s.n,
+               (double)s.exact / (double)s.n, in.low, in.high);
         if (m->cells) printf("  %6.3f", shown(s.kl));
         putchar('\n');
     }

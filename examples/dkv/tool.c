@@ -240,10 +240,9 @@ void set_row_bit(dkv_pattern *p, int64_t l, int64_t row, int64_t rows, int64_t b
         dkv_bits_set((void *)(uintptr_t)p->bits, p, (int)l, (int)h, b, 1);
 }
 
-void fill_nearest(dkv_pattern *p, int64_t rows, int64_t wanted) {
-    for (int64_t i = 0, b = 0; b < p->D; b++)
-        for (int64_t l = 0; l < p->L; l++)
-            for (int64_t row = 0; row < rows && i < wanted; row++, i++) set_row_bit(p, l, row, rows, b);
+void mark_nearest(unsigned char *to, int64_t rows, int64_t D, int64_t left) {
+    for (int64_t b = 0; left; b++)
+        for (int64_t row = 0; row < rows && left; row++, left--) to[row * D + b] = 1;
 }
 
 int64_t count_cells(const dkv_pattern *p) {

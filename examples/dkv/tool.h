@@ -64,7 +64,7 @@ model_shape read_model_shape(const char *path);
 /* ---- patterns: a row is a query head (rows = H) or a KV head with its whole group (rows = Hkv) ---- */
 
 void set_row_bit(dkv_pattern *p, int64_t l, int64_t row, int64_t rows, int64_t b);
-void fill_nearest(dkv_pattern *p, int64_t rows, int64_t wanted); /* nearest bin first, then by layer, then row */
+void mark_nearest(unsigned char *to, int64_t rows, int64_t D, int64_t left); /* to[rows][D]: by bin, then by row */
 int64_t count_cells(const dkv_pattern *p);                       /* (layer, KV head, bin) that stay */
 void check_model_id(const char *model);                          /* of --model; NULL is fine */
 void save_pattern(dkv_pattern *p, const char *path);             /* K, and rho if negative, follow from the bits */

@@ -1,11 +1,12 @@
 /* dkv train: learns a pattern from retrieval scores (paper 3.3).
 
-   scores -> logits a -> stage 1: relaxed gates, loss + lambda * expected share kept
-                      -> stage 2, for each rho: exact Top-K forward, gradients straight through the relaxed gates
-                      -> the same Top-K, exported
+   scores -> logits a -> stage 1: relaxed gates, loss + penalty of the expected share kept
+                      -> stage 2: exact Top-K forward, gradients straight through the relaxed gates
+                      -> for each rho, where the budget has fallen so far: some steps more, and the same Top-K, exported
 
-   A step asks one round of questions: every bin, in both kinds and both wordings. Rounds take turns. Everything follows
-   from the options and the seed, so a run that goes on from its state ends in the same bits. */
+   A step asks about every bin in both kinds: a round of questions or, with a recipe of two parts, its one wording or
+   the other. Rounds take turns. Everything follows from the options and the seed, so a run that goes on from its state
+   ends in the same bits. */
 #define _GNU_SOURCE
 #include "exams.h"
 #include "recipe.h"
@@ -31,13 +32,14 @@ static bool head_only, verbose, json, dry_run;
 static const char SYNOPSIS[] = "dkv train -m MODEL.gguf [-s S.dks] --rho RATIO -o P.dkv [options]";
 
 static const char NOTES[] =
-    "recipes     ours        one gate per KV head, a budget in cells that falls from 0.6; 4 + 56 steps, lr 0.1,\n"
-    "                        lambda 4, 8 needles in a context\n"
+    "recipes     ours        one gate per KV head, a budget in cells that falls from 0.6, halving every 32 steps; 8\n"
+    "                        steps before, 24 after, each in one wording; lr 0.1, 8 needles in a context; the penalty\n"
+    "                        grows with the third power of expected share / budget, lambda 2\n"
     "            reference   the paper's: one gate per query head, a logical budget; 16 + 28 steps, lr 0.01,\n"
     "                        lambda 0.5, 4 needles\n"
-    "Other options change one thing of the recipe. Lengths and bins are those of the scores; without scores all gates\n"
-    "start alike, and --ctx, --bin-width, --sink and --recent are as in dkv probe. With several --rho, stage 2 starts\n"
-    "from the end of stage 1 for each, and P.dkv becomes P-RHO.dkv.\n"
+    "Other options change one thing of the recipe. Lengths and bins are those of the scores; without scores all\n"
+    "gates start alike, and --ctx, --bin-width, --sink and --recent are as in dkv probe. Several --rho share the fall\n"
+    "of the budget, the largest first; each becomes what it would alone, and P.dkv becomes P-RHO.dkv.\n"
     "--resume FILE writes the state there after every step and goes on from it: the same pattern, bit for bit.\n"
     "--json prints a line per step: step, stage, rho, loss, expected (share kept, of relaxed gates), logical and\n"
     "physical (of the mask), churn (share of its bits that were not in the last one), exact (share of questions\n"
@@ -60,6 +62,11 @@ static bool same_name(double x, double y) {
     return !strcmp(a, b);
 }
 
+static int descending(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x < y) - (x > y);
+}
+
 static void read_rhos(void) {
     const char *c = rho_list;
     for (char *end; *c; c = end + (*end == ',')) {
@@ -71,17 +78,18 @@ static void read_rhos(void) {
             if (same_name(rhos[i], rhos[n_rhos])) usage("--rho %s has %g twice", rho_list, rhos[i]);
         n_rhos++;
     }
+    qsort(rhos, (size_t)n_rhos, sizeof *rhos, descending);
 }
 
 static void read_pairs(void) {
     char rest;
     long long A, B;
     if (steps && (sscanf(steps, "%lld,%lld%c", &A, &B, &rest) != 2 || A < 0 || B < 0 || A > 1 << 20 || B > 1 << 20))
-        usage("--steps must be A,B: steps of stage 1 and of stage 2, not '%s'", steps);
+        usage("--steps must be A,B: steps of stage 1, and at the end of stage 2, not '%s'", steps);
     if (steps) r.A = A, r.B = B;
-    if (anneal && (sscanf(anneal, "%lf,%lf%c", &r.from, &r.share, &rest) != 2 || !(r.from >= 0 && r.from <= 1) ||
-                   !(r.share >= 0 && r.share <= 1)))
-        usage("--anneal must be FROM,SHARE: a ratio, and a share of stage 2 (0: none), not '%s'", anneal);
+    if (anneal && (sscanf(anneal, "%lf,%lf%c", &r.from, &r.half, &rest) != 2 || !(r.from >= 0 && r.from <= 1) ||
+                   !(r.half >= 0 && r.half <= 1 << 20)))
+        usage("--anneal must be FROM,N: a ratio, and in how many steps it halves (0: at once), not '%s'", anneal);
 }
 
 /* The recipe, then what other options say of it. */
@@ -124,7 +132,8 @@ static void check_arguments(const recipe *given) {
 
 /* ---- training ------------------------------------------------------------ */
 
-/* What a run goes on from: one block. Parameters, AdamW's two moments; the same at the end of stage 1. */
+/* What a run goes on from: one block. Parameters, AdamW's two moments; the same where the fall of the budget had come
+   to this rho, and the next one goes on. */
 typedef struct {
     int64_t rho, step;  /* which of the rhos; steps taken */
     float x[];          /* [2][3][n], then the last mask, [L][H][g.D] bytes */
@@ -148,8 +157,8 @@ typedef struct {
     int64_t questions;
 } report;
 
-static float *now(trainer *t) { return t->state->x; }
-static float *stage_1(trainer *t) { return t->state->x + 3 * t->n; }
+static float *now(const trainer *t) { return t->state->x; }
+static float *fallen(trainer *t) { return t->state->x + 3 * t->n; }
 static unsigned char *last_mask(trainer *t) { return (void *)(t->state->x + 6 * t->n); }
 
 /* A batch of a step. */
@@ -187,23 +196,29 @@ static void choose_mask(trainer *t, double rho, report *out) {
     out->physical = (double)kept / (double)cells;
 }
 
+static lm_gating gating(const trainer *t, bool through) {
+    return (lm_gating){t->g, t->W, t->x->o.S, t->x->o.R, now(t), through ? t->open : NULL, (uint64_t)t->x->o.seed,
+                       (uint32_t)t->state->step};
+}
+
 static report take_step(trainer *t) {
-    const int64_t step = t->state->step, round = step % t->x->o.rounds;
+    const int64_t step = t->state->step, turn = step % (t->x->o.rounds * r.parts), part = t->x->per_round / r.parts;
+    const dkv_budget budget = (dkv_budget)r.budget;
     const step_plan p = schedule(&r, step, rhos[t->state->rho]);
-    report out = {0};
+    report out = {.expected = dkv_gates_penalty(NULL, &t->g, now(t), budget, 0)};
     choose_mask(t, p.rho, &out);
-    lm_gating g = {t->g, t->W, t->x->o.S, t->x->o.R, now(t), p.through ? t->open : NULL, (uint64_t)t->x->o.seed,
-                   (uint32_t)step};
+    const lm_gating g = gating(t, p.through);
     memset(t->da, 0, (size_t)t->n * sizeof *t->da);
-    each_batch(t->x, round * t->x->per_round, t->x->per_round, learn_batch, &(step_part){t, &g, &out});
-    out.expected = dkv_gates_penalty(t->da, &t->g, now(t), (dkv_budget)r.budget, (float)p.lambda);
+    each_batch(t->x, turn * part, part, learn_batch, &(step_part){t, &g, &out});
+    const double slope = penalty_slope(&r, &p, out.expected, t->n); /* a part's questions weigh 1 / parts together */
+    dkv_gates_penalty(t->da, &t->g, now(t), budget, (float)(slope / (double)r.parts));
+    out.loss *= (double)r.parts;
     out.exact /= (double)out.questions;
     out.norm = dkv_gates_clip(t->da, t->n);
     if (!isfinite(out.loss) || !isfinite(out.norm))
         fail("step %lld: the loss is %g, its gradient's norm %g; lower --lr", (long long)step + 1, out.loss, out.norm);
     dkv_gates_adamw(now(t), now(t) + t->n, now(t) + 2 * t->n, t->da, t->n, step + 1, p.rate);
     t->state->step++;
-    if (t->state->step == r.A) memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->da);
     return out;
 }
 
@@ -219,15 +234,14 @@ static void init_gates(trainer *t, const score_table *s) {
         S[i] = (float)(sum / (double)each);
     }
     dkv_gates_init(now(t), &t->g, S);
-    memcpy(stage_1(t), now(t), 3 * (size_t)t->n * sizeof *t->da);
     free(S);
 }
 
 /* Everything that results depend on. */
 static uint64_t hash_config(const trainer *t, const score_table *s) {
-    const double all[] = {(double)r.A, (double)r.B, (double)r.ramp, r.rate, r.rate_end, r.lambda, r.from, r.share,
-                          r.gates, r.budget, r.by_p, head_only, (double)o.rounds, (double)o.seed,
-                          (double)t->x->kept, (double)t->x->group};
+    const double all[] = {(double)r.parts, (double)r.A, (double)r.B, (double)r.ramp, r.rate, r.rate_end, r.lambda,
+                          r.from, r.half, r.gates, r.budget, r.relative, r.by_p, head_only, (double)o.rounds,
+                          (double)o.seed, (double)t->x->kept, (double)t->x->group};
     uint64_t hash = hash_bytes(t->x->run_hash, all, sizeof all);
     hash = hash_bytes(hash, rhos, (size_t)n_rhos * sizeof *rhos);
     return hash_bytes(hash, s->score, (size_t)s->L * (size_t)s->H * (size_t)s->D * sizeof *s->score);
@@ -268,11 +282,16 @@ static void check_scores(score_table *s, const exams *x) {
     check_scored_model(s, scores_path, x->name);
 }
 
+/* Steps of the run of one of the rhos: from where it leaves the one before. */
+static int64_t first_step(int64_t i) { return i ? reach(&r, rhos[i - 1]) : 0; }
+static int64_t last_step(int64_t i) { return reach(&r, rhos[i]) + r.B; }
+
 /* Goes on from a state, if there is one. */
 static void read_progress(trainer *t) {
     train_state *s = t->state;
     if (!resume || !read_state(resume, t->config, s, t->state_bytes)) return;
-    if (s->rho < 0 || s->rho >= n_rhos || s->step < (s->rho ? r.A : 0) || s->step > r.A + r.B) refuse_state(resume);
+    if (s->rho < 0 || s->rho >= n_rhos || s->step < first_step(s->rho) || s->step > last_step(s->rho))
+        refuse_state(resume);
     for (int64_t i = 0; i < s->rho && !dry_run; i++) {
         char *name = output_name(rhos[i]);
         if (access(name, F_OK))
@@ -282,7 +301,9 @@ static void read_progress(trainer *t) {
 }
 
 static int64_t steps_left(const trainer *t) {
-    return r.A + r.B - t->state->step + (n_rhos - 1 - t->state->rho) * r.B;
+    int64_t left = last_step(t->state->rho) - t->state->step;
+    for (int64_t i = t->state->rho + 1; i < n_rhos; i++) left += last_step(i) - first_step(i);
+    return left;
 }
 
 /* ---- telling ------------------------------------------------------------- */
@@ -293,14 +314,47 @@ static double seconds_left(const trainer *t) {
     return t->seconds / (double)t->steps * (double)steps_left(t) + prefill * (double)(t->prefills - x->prefilled);
 }
 
+/* Seconds of a context in either stage. */
+typedef struct {
+    trainer *t;
+    double stage[2];
+} stage_times;
+
+static void time_stages(void *user, const lm_exam *e, int64_t n, int64_t first) {
+    stage_times *s = user;
+    for (int through = 0; through < 2; through++) {
+        report none = {0};
+        const lm_gating g = gating(s->t, through);
+        const double start = seconds();
+        learn_batch(&(step_part){s->t, &g, &none}, e, n, first);
+        s->stage[through] = (seconds() - start) / (double)n;
+    }
+}
+
+/* What is left, by the time of a batch. Nothing is learned from it. */
+static void say_time(trainer *t) {
+    exams *x = t->x;
+    stage_times s = {.t = t};
+    report none;
+    choose_mask(t, rhos[t->state->rho], &none);
+    const double prefill = time_batch(x, time_stages, &s).prefill, left = (double)steps_left(t);
+    const double relaxed = t->state->step < r.A ? (double)(r.A - t->state->step) : 0;
+    const int64_t contexts = x->per_round / r.parts; /* of a step */
+    const double learning = (double)contexts * (relaxed * s.stage[0] + (left - relaxed) * s.stage[1]);
+    const double all = prefill * (double)t->prefills + learning;
+    fprintf(stderr, "train: a context takes %.3g s to prefill, and %.3g or, in stage 2, %.3g s to learn from; a step "
+            "of %lld contexts %s, all %s\n", prefill, s.stage[0], s.stage[1], (long long)contexts, hms(all / left),
+            hms(all));
+}
+
 static void tell_step(const trainer *t, const report *x) {
     const int64_t step = t->state->step;
     const int stage = step <= r.A ? 1 : 2;
     const double rho = rhos[t->state->rho];
     char line[256];
     snprintf(line, sizeof line, "rho %g stage %d step %lld/%lld  loss %.4f  exact %.3f  expected %.3f  logical %.3f  "
-             "physical %.3f  churn %.3f  %.2f s", rho, stage, (long long)step, (long long)(r.A + r.B), x->loss,
-             x->exact, x->expected, x->logical, x->physical, x->churn, t->seconds / (double)t->steps);
+             "physical %.3f  churn %.3f  %.2f s", rho, stage, (long long)step, (long long)last_step(t->state->rho),
+             x->loss, x->exact, x->expected, x->logical, x->physical, x->churn, t->seconds / (double)t->steps);
     if (json)
         printf("{\"step\":%lld,\"stage\":%d,\"rho\":%.17g,\"loss\":%.17g,\"expected\":%.9g,\"logical\":%.9g,"
                "\"physical\":%.9g,\"churn\":%.9g,\"exact\":%.9g,\"norm\":%.9g}\n", (long long)step, stage, rho, x->loss,
@@ -353,8 +407,12 @@ static void export_pattern(trainer *t) {
 /* False: paused. */
 static bool train(trainer *t) {
     train_state *s = t->state;
+    const size_t bytes = 3 * (size_t)t->n * sizeof *s->x;
     for (; s->rho < n_rhos; s->rho++) {
-        while (s->step < r.A + r.B) {
+        const int64_t branch = reach(&r, rhos[s->rho]);
+        for (;;) {
+            if (s->step == branch) memcpy(fallen(t), now(t), bytes);
+            if (s->step == last_step(s->rho)) break;
             const double start = seconds() - t->x->prefill_s;
             report done = take_step(t);
             t->seconds += seconds() - t->x->prefill_s - start;
@@ -364,8 +422,8 @@ static bool train(trainer *t) {
             if (t->steps == pause_after) return false;
         }
         export_pattern(t);
-        s->step = r.A;
-        memcpy(now(t), stage_1(t), 3 * (size_t)t->n * sizeof *t->da);
+        s->step = branch;
+        memcpy(now(t), fallen(t), bytes);
     }
     return true;
 }
@@ -381,12 +439,12 @@ int command_train(int argc, char **argv) {
         {0, "recipe", "ours|reference", OPT_CHOICE, &recipe_name, 0, 0, "see below (default: ours)"},
         {0, "gates", "kv|query", OPT_CHOICE, &given.gates, 0, 0, "one gate per KV head or per query head"},
         {0, "budget", "logical|physical", OPT_CHOICE, &given.budget, 0, 0, "what rho and the penalty count"},
-        {0, "steps", "A,B", OPT_TEXT, &steps, 0, 0, "of stage 1 and of stage 2"},
+        {0, "steps", "A,B", OPT_TEXT, &steps, 0, 0, "of stage 1, and of stage 2 at rho itself"},
         {0, "lr", "X", OPT_REAL, &given.rate, 1e-9, 100, "learning rate"},
-        {0, "lr-end", "X", OPT_REAL, &given.rate_end, 0, 100, "and at the last step, linearly (default: the same)"},
-        {0, "lambda", "X", OPT_REAL, &given.lambda, 0, 1e6, "weight of the share kept"},
-        {0, "ramp", "N", OPT_INT, &given.ramp, 0, 1e6, "steps until lambda is reached (default: 4)"},
-        {0, "anneal", "FROM,SHARE", OPT_TEXT, &anneal, 0, 0, "the budget falls to rho over a share of stage 2"},
+        {0, "lr-end", "X", OPT_REAL, &given.rate_end, 0, 100, "and at the last of B, linearly (default: the same)"},
+        {0, "lambda", "X", OPT_REAL, &given.lambda, 0, 1e6, "weight of the penalty"},
+        {0, "ramp", "N", OPT_INT, &given.ramp, 0, 1e6, "steps until lambda is reached (default: the recipe's)"},
+        {0, "anneal", "FROM,N", OPT_TEXT, &anneal, 0, 0, "the budget falls to rho, halving every N steps"},
         {0, "head-only", NULL, OPT_FLAG, &head_only, 0, 0, "one gate for all bins of a head: a control"},
         {0, "rounds", "N", OPT_INT, &o.rounds, 1, 1000, "of questions that take turns (default: 4)"},
         {0, "resume", "FILE", OPT_TEXT, &resume, 0, 0, "keep the state there, and go on from it"},
@@ -410,9 +468,10 @@ int command_train(int argc, char **argv) {
     trainer t = open_trainer(&x, &s);
     read_progress(&t);
     const int64_t left = steps_left(&t);
-    t.prefills = left ? x.kept + (x.contexts - x.kept) * left / o.rounds : 0;
+    t.prefills = left ? x.kept + (x.contexts - x.kept) * left / (o.rounds * r.parts) : 0;
     if (dry_run || verbose || isatty(STDERR_FILENO))
-        say_cost(&x, "train", t.prefills, left * x.per_round * x.per_context, 3);
+        say_cost(&x, "train", t.prefills, left * x.per_round / r.parts * x.per_context, true);
+    if (dry_run && left) say_time(&t);
     bool finished = dry_run || train(&t);
     show_line("%s", "");
     if (!finished)

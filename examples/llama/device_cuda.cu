@@ -190,26 +190,26 @@ static __global__ void bias_kernel(float *y, int64_t ld, const float *bias, int6
 static __device__ void store(bf16 *to, float x) { *to = __float2bfloat16(x); }
 static __device__ void store(__half *to, float x) { *to = __float2half(x); }
 
-/* Rounds q, k, v [n][heads][d] to 16 bits, the first n_rot dimensions of all but v's heads rotated. Grid: heads from
-   first on, n. half_split: pairs are (j, j + pairs), else (2j, 2j + 1). */
+/* Rounds q, k, v [n][heads][d] to 16 bits, the first n_rot dimensions of all but v's heads rotated. Grid: pieces of the
+   heads from first on, n; a thread per pair of an even d. half_split: pairs are (j, j + pairs), else (2j, 2j + 1).
+   Blocks of MANY: a block per head and token is started more slowly than it reads and writes. */
 template <typename T>
 static __global__ void rotate_kernel(T *to, const float *from, const float2 *rope, int first, int heads, int rotated,
                                      int d, int pairs, bool half_split) {
-    const int h = first + (int)blockIdx.x;
-    const int64_t at = ((int64_t)blockIdx.y * heads + h) * d;
-    rope += (int64_t)blockIdx.y * pairs;
+    const int i = first * (d / 2) + (int)(blockIdx.x * MANY + threadIdx.x), h = i / (d / 2), j = i % (d / 2);
+    const bool split = half_split && j < pairs;
+    const int64_t a = ((int64_t)blockIdx.y * heads + h) * d + (split ? j : 2 * j), b = a + (split ? pairs : 1);
     overlap();
-    for (int j = (int)threadIdx.x; j < d; j += (int)blockDim.x) {
-        float x = from[at + j];
-        if (h < rotated && j < 2 * pairs) {
-            const int pair = half_split ? j % pairs : j / 2;
-            const bool second = half_split ? j >= pairs : j % 2;
-            const int other = half_split ? (second ? j - pairs : j + pairs) : j ^ 1;
-            const float y = from[at + other], c = rope[pair].x, s = rope[pair].y;
-            x = second ? y * s + x * c : x * c - y * s;
-        }
-        store(to + at + j, x);
+    if (h >= heads) return;
+    float x = from[a], y = from[b];
+    if (h < rotated && j < pairs) {
+        const float2 angle = rope[(int64_t)blockIdx.y * pairs + j];
+        const float turned = x * angle.x - y * angle.y;
+        y = x * angle.y + y * angle.x;
+        x = turned;
     }
+    store(to + a, x);
+    store(to + b, y);
 }
 
 /* act[n][F] = silu(gate) * up, from [n][gate F, up F]. Grid: pieces of a row, n. */
@@ -309,14 +309,14 @@ static bool matmul_add(lm_model *m, const lm_activations *a, float *x, const lm_
 static bool rotate(lm_model *m, const lm_activations *a, const float *rope, int64_t n, lm_target to) {
     const lm_params *p = &m->p;
     const int H = p->shape.H, Hkv = p->shape.Hkv, d = p->shape.d_k, pairs = (int)p->n_rot / 2;
-    const int first = to.kv_only ? H : 0, heads = H + 2 * Hkv, threads = d <= 64 ? 64 : 128;
-    const dim3 grid((unsigned)(heads - first), (unsigned)n);
+    const int first = to.kv_only ? H : 0, heads = H + 2 * Hkv;
+    const dim3 grid(blocks((heads - first) * (d / 2), MANY), (unsigned)n);
     const float2 *angle = (const float2 *)rope;
     const float *from = a->q.data;
     if (dkv_tail_type(to.cache->type) == DKV_F16)
-        return launch(m, rotate_kernel<__half>, grid, threads, (__half *)a->qkv, from, angle, first, heads, H + Hkv, d,
+        return launch(m, rotate_kernel<__half>, grid, MANY, (__half *)a->qkv, from, angle, first, heads, H + Hkv, d,
                       pairs, p->half_split);
-    return launch(m, rotate_kernel<bf16>, grid, threads, (bf16 *)a->qkv, from, angle, first, heads, H + Hkv, d, pairs,
+    return launch(m, rotate_kernel<bf16>, grid, MANY, (bf16 *)a->qkv, from, angle, first, heads, H + Hkv, d, pairs,
                   p->half_split);
 }
 

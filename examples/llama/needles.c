@@ -50,7 +50,8 @@ struct lm_needles {
     lm_needle_options o;
     int64_t bins;
     char *filler;          /* one period of it */
-    lm_ids prefix, stream; /* what a context begins with; filler, T_c tokens */
+    int64_t period;        /* its tokens */
+    lm_ids prefix, stream; /* what a context begins with; filler, a period and T_c tokens more */
 };
 
 /* ---- chance: splitmix64, of one stream per (seed, split, kind, wording, round, context) ---- */
@@ -108,13 +109,12 @@ static int check(const lm_needle_options *o, char *err, size_t size) {
     return 0;
 }
 
-/* The filler, over and over, until there are T_c tokens of it. */
+/* The filler, over and over, until T_c tokens follow any place of its first period. */
 static int fill_stream(lm_needles *n) {
-    do {
-        int64_t before = n->stream.n;
+    if (append(n, &n->stream, n->filler) || n->stream.n == 0) return -1; /* no token at all */
+    n->period = n->stream.n;
+    while (n->stream.n < n->period + n->o.T_c)
         if (append(n, &n->stream, n->filler)) return -1;
-        if (n->stream.n == before) return -1; /* no token at all */
-    } while (n->stream.n < n->o.T_c);
     return 0;
 }
 
@@ -230,9 +230,9 @@ static int place(const lm_needles *n, lm_needle *x, uint64_t *state) {
 }
 
 /* Prefix, then filler with each line in its place. lines holds them one after another, the farthest first. */
-static void assemble(const lm_needles *n, const lm_haystack *h, int32_t *ids, const int32_t *lines) {
+static void assemble(const lm_needles *n, const lm_haystack *h, int32_t *ids, const int32_t *filler,
+                     const int32_t *lines) {
     int64_t at = n->prefix.n;
-    const int32_t *filler = n->stream.v;
     memcpy(ids, n->prefix.v, (size_t)at * sizeof *ids);
     for (int64_t i = 0; i <= h->n; i++) {
         int64_t gap = (i < h->n ? h->needle[i].begin : n->o.T_c) - at;
@@ -273,7 +273,7 @@ int lm_needles_context(const lm_needles *n, lm_haystack *out, int32_t *ids, int 
             bad = snprintf(err, err_size, "needles: a line of %lld tokens does not fit a bin of %lld",
                            (long long)(x->end - x->begin), (long long)n->o.W);
     }
-    if (!bad) assemble(n, out, ids, lines.v);
+    if (!bad) assemble(n, out, ids, n->stream.v + below(&state, n->period), lines.v);
     free(lines.v);
     return bad ? -1 : 0;
 }

@@ -32,7 +32,8 @@ typedef struct {
     int64_t groups;      /* of three digits in a number, 1..8; 0: 2 */
     int split;
     uint64_t seed;
-    const char *filler;  /* text that is repeated as needed, copied; NULL: the split's own sentence */
+    const char *filler;  /* text, repeated as needed, in which every context begins somewhere else; copied;
+                            NULL: the split's own sentence */
 } lm_needle_options;
 
 typedef struct {
