@@ -124,6 +124,12 @@ EOF
     train --rho 0.25,0.5 -o "$t/q.dkv" > /dev/null
     holds "train: several ratios, as if alone" cmp "$t/p.dkv" "$t/q-0.25.dkv"
     equal "train: and the other" "$(about "$t/q-0.5.dkv" cells rho)" "8 0.5"
+    # no halving reaches 0: it comes first, after 2 + 3 steps, and 0.1 takes 6 + 3 from there
+    train --rho 0.1 -o "$t/again.dkv" > /dev/null
+    train --rho 0.1,0 -o "$t/q.dkv" > /dev/null
+    holds "train: beside nothing, as if alone" cmp "$t/again.dkv" "$t/q-0.1.dkv"
+    train --rho 0.1,0 --dry-run 2> "$t/err"
+    holds "train: and what both take" grep -q '; 112 questions' "$t/err"
     train --rho 0.25 -o "$t/j.dkv" --json > "$t/log"
     equal "train: a line per step" "$(sed -n 's/{"step":\([0-9]*\),"stage":\([12]\),.*/\1:\2/p' "$t/log" | xargs)" \
         "1:1 2:1 3:2 4:2 5:2 6:2 7:2 8:2"

@@ -62,9 +62,10 @@ static bool same_name(double x, double y) {
     return !strcmp(a, b);
 }
 
-static int descending(const void *a, const void *b) {
+/* As the fall of the budget comes to them: descending, but 0, which no halving reaches, before it begins. */
+static int by_reach(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
-    return (x < y) - (x > y);
+    return x > 0 && y > 0 ? (x < y) - (x > y) : (x > 0) - (y > 0);
 }
 
 static void read_rhos(void) {
@@ -78,7 +79,7 @@ static void read_rhos(void) {
             if (same_name(rhos[i], rhos[n_rhos])) usage("--rho %s has %g twice", rho_list, rhos[i]);
         n_rhos++;
     }
-    qsort(rhos, (size_t)n_rhos, sizeof *rhos, descending);
+    qsort(rhos, (size_t)n_rhos, sizeof *rhos, by_reach);
 }
 
 static void read_pairs(void) {
