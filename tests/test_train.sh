@@ -97,6 +97,7 @@ EOF
     holds "probe: --dry-run" grep -q '^probe: 32 prefills of 480 tokens.*64 questions' "$t/err"
     adds_up() { # adds_up FORMULA: of the numbers of the last line of err, with its last, a time, within 1 % and a second
         tail -1 "$t/err" | awk '{n = split($NF, part, ":"); for (i = 1; i <= n; i++) all = 60 * all + part[i]
+            if ($(NF - 1) == "d") all += 86400 * $(NF - 2)
             gsub(",", ""); want = '"$1"'; exit !(want > 10 && (all - want) ^ 2 <= (1 + want / 100) ^ 2)}'
     }
     probe --dry-run --rounds 1000 2> "$t/err"
@@ -213,6 +214,8 @@ EOF
         "$DKV" train -m "$t/qwen2.gguf" -s "$t/s.dks" --needles 2 --rho 0.2 -o "$t/x"
     train --rho 0.25 --dry-run 2> "$t/err"
     holds "train: --dry-run" grep -q '^train: 16 prefills of 480 tokens.*; 64 questions' "$t/err"
+    train --rho 0.25 --dry-run --steps 1,0 --anneal 0,0 2> "$t/err"
+    holds "train: --dry-run of fewer steps than turns" grep -q '^train: 4 prefills of 480 tokens.*; 8 questions' "$t/err"
     train --rho 0.25 --dry-run --steps 2000,5000 2> "$t/err" # and 3 steps of the fall; 4 contexts a step
     holds "train: what it takes" adds_up '16 * $5 + 4 * (2000 * $10 + 5003 * $15)'
     train --rho 0.5,0.25 --dry-run --steps 2000,5000 --kv-memory 0.0008 2> "$t/err" # the second from the end of 1

@@ -468,8 +468,8 @@ int command_train(int argc, char **argv) {
     check_scores(&s, &x);
     trainer t = open_trainer(&x, &s);
     read_progress(&t);
-    const int64_t left = steps_left(&t);
-    t.prefills = left ? x.kept + (x.contexts - x.kept) * left / (o.rounds * r.parts) : 0;
+    const int64_t left = steps_left(&t), turns = o.rounds * r.parts; /* after those, contexts come again */
+    t.prefills = (x.kept * (left < turns ? left : turns) + (x.contexts - x.kept) * left) / turns;
     if (dry_run || verbose || isatty(STDERR_FILENO))
         say_cost(&x, "train", t.prefills, left * x.per_round / r.parts * x.per_context, true);
     if (dry_run && left) say_time(&t);
