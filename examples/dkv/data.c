@@ -16,7 +16,7 @@ static int split = LM_TRAIN, kind = LM_NUM, wording;
 static const char NOTES[] =
     "Each context is the chat's opening, filler, and one line per needle; each needle is asked about in a suffix\n"
     "of its own, which ends in the line up to the value, and the value. What is learned is between [ and ].\n"
-    "A manifest asks about every bin once; a step is the manifests of both kinds and both wordings.\n";
+    "A manifest asks about every bin once; a round is the manifests of both wordings and both kinds.\n";
 
 static const lm_tokenizer *tokens;
 

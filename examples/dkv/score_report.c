@@ -66,8 +66,8 @@ static void print_difference(difference d) {
 }
 
 static void print_rows(const gradings *g, int kind) {
-    printf("\n%-*s  physical  total     loss  to dense (95 %%)              exact         (95 %%)              KL\n",
-           NAME, KINDS[kind]);
+    printf("\n%-*s  physical  total     loss  to dense (95 %%)             exact              (95 %%)"
+           "              KL\n", NAME, KINDS[kind]);
     for (const method *m = g->m; m < g->m + g->n; m++) {
         const sums s = sum_up(g->x, m, kind, 0, g->x->D);
         const interval in = wilson(s.exact, s.n);
