@@ -264,7 +264,6 @@ bool is_vector(const dkv_tensor &t) {
 
 /* ---- host ---- */
 
-
 dkv_result launched() { return cudaPeekAtLastError() == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
 dkv_result did(cudaError_t e) { return e == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
 
@@ -4779,7 +4778,7 @@ __global__ void __launch_bounds__(BackwardShape<D>::THREADS, 1) gated_backward(c
            the products of the other
    why     on an H200, for 32/8 heads over 130816 keys, both passes take 1.57 (N_q 32) and 1.64 (N_q 128) times as long
            as by wgmma, at d 64 1.73 times: products, and what ldmatrix reads for them, take about as long
-   limits  as above; 99 KB of shared memory                                                                         */
+   limits  as above, but for sm_90; 99 KB of shared memory                                                          */
 
 struct alignas(16) Keys { const char *first; int64_t stride; int d; }; /* a row, bytes between rows, elements of one */
 struct alignas(16) MmaTile { Keys keys[2]; Sight sight; };              /* K, V; len 0: behind the last tile */
