@@ -4179,9 +4179,9 @@ DKV__DEVICE GatedWalk gated_walk(const GatedWork &w, int sides) {
     return x;
 }
 
-DKV__DEVICE bool gated_next(GatedWalk &x, GatedPiece &p, const GatedWork &w) {
+DKV__DEVICE void gated_next(GatedWalk &x, GatedPiece &p, const GatedWork &w) {
     p.c = NULL;
-    if (x.left <= 0) return false;
+    if (x.left <= 0) return;
     int units = __ldcg(x.line.before + x.head + 1) - __ldcg(x.line.before + x.head);
     while (units == 0) { /* a context without questions */
         x.head++;
@@ -4205,7 +4205,6 @@ DKV__DEVICE bool gated_next(GatedWalk &x, GatedPiece &p, const GatedWork &w) {
     x.left -= n;
     x.at = 0;
     x.head++;
-    return true;
 }
 
 /* What consumers must know of a tile in the ring. */
