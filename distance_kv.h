@@ -625,7 +625,9 @@ typedef struct dkv_cuda_work {
    TMA, others slower loads.
    lengths: NULL, or device array [n] of the tails' lengths, read at each launch; then tail.n is what they may grow to
    (every row up to it must be readable, and may hold anything). A length beyond it counts as it.
-   ctas: 0 for all multiprocessors, or a smaller grid. SHAPE, TYPE, FIELD, CAPACITY, ALIGN. */
+   ctas: 0 for all multiprocessors, or a smaller grid. SHAPE, TYPE, FIELD, CAPACITY, ALIGN; DEVICE for want of shared
+   memory: N_q * H / Hkv > 32 takes 118 KB a CTA at d > 64 and 172 at d > 128, where fewer take 148 and 156 (sm_80 has
+   163; sm_86, sm_89 and sm_120 have 99). */
 extern dkv_result dkv_cuda_attend_size(size_t *block_bytes, size_t *ws_bytes, const dkv_attention *a, int64_t n);
 extern dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention *a, int64_t n, const int64_t *lengths,
                                    void *block, size_t block_bytes, void *ws, size_t ws_bytes, int ctas, void *stream);

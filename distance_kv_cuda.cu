@@ -2198,6 +2198,18 @@ dkv_result check_attention(Batch *b, const dkv_attention &a) {
     return DKV_OK;
 }
 
+/* Shared memory without which attend_mma does not start; the same for all types. */
+template <int D, int RW> constexpr int least_shared() {
+    typedef MmaShape<DKV_BF16, D, RW> S;
+    return S::FIXED + 2 * S::STAGE;
+}
+int least_shared(int kernel, int d) {
+    if (d == 64 || kernel == WGMMA) return 0; /* every device has that */
+    if (kernel == MMA16) return d == 128 ? least_shared<128, 1>() : least_shared<256, 1>();
+    if (kernel == MMA32) return d == 128 ? least_shared<128, 2>() : least_shared<256, 2>();
+    return d == 128 ? least_shared<128, 8>() : least_shared<256, 4>();
+}
+
 dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device &dev) {
     *b = Batch{DKV_F32, 0, 64, 0, dev.arch >= 90, 0, 0, 0, 0};
     for (int64_t i = 0; i < n; i++) {
@@ -2206,6 +2218,7 @@ dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device 
     }
     b->kernel = b->rows <= 16 ? MMA16 : b->rows <= 32 ? MMA32 : MMA_MANY;
     if (b->kernel == MMA_MANY && dev.arch == 90 && b->tma && b->d <= 128 && type_bytes(b->type) == 2) b->kernel = WGMMA;
+    if (least_shared(b->kernel, b->d) > dev.shared) return DKV_ERR_DEVICE;
     b->M = b->kernel == MMA16                 ? 16
            : b->kernel == MMA32               ? 32
            : b->d == 256                      ? 64
@@ -2442,8 +2455,7 @@ namespace {
 
 template <int TYPE, int D, int RW> dkv_result launch_mma(Work w, const dkv_cuda_work &k, cudaStream_t stream) {
     typedef MmaShape<TYPE, D, RW> S;
-    w.stages = least(S::MOST_STAGES, (k.shared - S::FIXED) / S::STAGE);
-    if (w.stages < 2) return DKV_ERR_DEVICE; /* too little shared memory for this head dimension */
+    w.stages = least(S::MOST_STAGES, (k.shared - S::FIXED) / S::STAGE); /* at least 2: see batch_read */
     if (RW > 2) w.arrived = NULL; /* pieces too large for one CTA to merge in passing */
     dkv_result r = launch(attend_mma<TYPE, D, RW>, dim3(k.ctas), S::THREADS + 32, w.stages * S::STAGE + S::FIXED,
                           k.overlap, stream, w);
@@ -2483,6 +2495,7 @@ template <int D> dkv_result launch_d(const Work &w, const dkv_cuda_work &k, cuda
 } /* namespace */
 
 extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
+    if (!k->items || !k->longest) return DKV_OK;
     char *base = (char *)k->block;
     Work  w = {(const Attention *)base,
                (const Item *)(base + k->items_at),
@@ -2498,7 +2511,6 @@ extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
                most(k->ctas / k->blocks, 1)};
     w.inverse = ((uint64_t)1 << 63) / (uint64_t)w.groups + 1;
     memcpy(w.map, k->map, sizeof w.map);
-    if (!k->items || !k->longest) return DKV_OK;
     if (k->d == 64) return launch_d<64>(w, *k, (cudaStream_t)stream);
     if (k->d == 128) return launch_d<128>(w, *k, (cudaStream_t)stream);
     return launch_d<256>(w, *k, (cudaStream_t)stream);
