@@ -852,8 +852,8 @@ struct Work { /* kernel parameter */
     int             *arrived; /* [items], zero between launches */
     float           *slots;   /* [2 * CTAs][rows of a block * (D + 2)] */
     int              n_items, blocks, split, tma, stages;
-    int              single, groups; /* there is one attention; CTAs / blocks */
-    uint64_t         inverse;  /* 2^63 / groups, rounded up */
+    int              single;   /* there is one attention */
+    uint64_t         inverse;  /* 2^63 / (CTAs / blocks), rounded up */
     CUtensorMap      map[SOURCES]; /* of a batch of one attention: parameters need no fence */
 };
 
@@ -2508,8 +2508,7 @@ extern "C" dkv_result dkv_cuda_attend(const dkv_cuda_work *k, void *stream) {
                k->tma,
                0,
                k->n == 1,
-               most(k->ctas / k->blocks, 1)};
-    w.inverse = ((uint64_t)1 << 63) / (uint64_t)w.groups + 1;
+               ((uint64_t)1 << 63) / (uint64_t)most(k->ctas / k->blocks, 1) + 1};
     memcpy(w.map, k->map, sizeof w.map);
     if (k->d == 64) return launch_d<64>(w, *k, (cudaStream_t)stream);
     if (k->d == 128) return launch_d<128>(w, *k, (cudaStream_t)stream);
@@ -4415,14 +4414,15 @@ DKV__DEVICE void load_forward(const GatedWork &w, const WgmmaPlaces<D> &x, Sight
             const int4 e = reader.get((i - p.tile) % 32);
             if (!leads) continue;
             const bool own = i >= p.opens;
+            const int  now = own ? key0 + e.x : e.x;
             bar_wait(x.k_empty + k.stage, k.phase ^ 1);
             sights[k.stage] = sight_of(p, i, e);
             bar_expect(x.k_full + k.stage, S::STAGE);
-            load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, own ? key0 + e.x : e.x,
-                                      own ? 0 : p.g, x.k_full + k.stage, policy);
+            load_boxes<D, TILE, TILE>(x.ks + k.stage * S::STAGE, own ? &w.own_k : &p.c->k, now, own ? 0 : p.g,
+                                      x.k_full + k.stage, policy);
             k.next();
             if (i > p.tile) load_v(i - 1 >= p.opens);
-            row = own ? key0 + e.x : e.x;
+            row = now;
         }
         if (leads && p.tile < p.end) load_v(p.end - 1 >= p.opens);
         __syncwarp();
@@ -4838,7 +4838,8 @@ template <class S> DKV__DEVICE void put_tile(int i) {
     }
 }
 
-template <class S> DKV__DEVICE void first_walk(const GatedWork &w) {
+template <class S> DKV__DEVICE void begin_walk(const GatedWork &w) {
+    let_next_start();
     if (threadIdx.x >= 32) return;
     const GatedWalk walk = gated_walk(w, S::BACKWARD ? 1 : w.sides);
     if (threadIdx.x == 0) desk<S>().walk = walk, desk<S>().work = &w;
@@ -4890,6 +4891,17 @@ template <class S> DKV__DEVICE void copy_step(unsigned key, int n) {
         copy_rows<S::D, S::KEYS, S::THREADS>(shared + S::RING + (2 * n + v) * S::STAGE, k.first + key % TILE * k.stride,
                                              k.stride, len_at<S>(key), k.d);
     }
+}
+/* Begins to copy what a piece starts with, Q, backward dO, and the keys of its first step; returns that. */
+template <class S> DKV__DEVICE unsigned begin_piece(const GatedWork &w) {
+    extern __shared__ __align__(1024) char shared[];
+    const GatedPiece &p = desk<S>().piece;
+    const int64_t     from = first_row<S::M>(p) * S::D * 2;
+    const unsigned    key = p.tile * TILE;
+    copy_rows<S::D, S::M, S::M>(shared, w.q_rows + from, S::D * 2, S::M, S::D);
+    if (S::BACKWARD) copy_rows<S::D, S::M, S::M>(shared + S::ROWS, w.d_out_rows + from, S::D * 2, S::M, S::D);
+    copy_step<S>(key, 0);
+    return key;
 }
 /* Waits for a step's keys, and puts a tile down for later ones; false: the piece ended before. */
 template <class S> DKV__DEVICE bool begin_step(unsigned key) {
@@ -4959,15 +4971,12 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_forward_mma(const _
     extern __shared__ __align__(1024) char shared[];
     const Desk<M>                  &d = desk<S>();
     const GatedPiece               &p = d.piece;
-    let_next_start();
-    first_walk<S>(w);
+    begin_walk<S>(w);
     while (next_piece<S>()) {
         float    s[2][KEYS / 8][4], o[2][D / 8][4] = {}, sum[2][2] = {}, alpha[2];
         float    top[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
         uint32_t weight[2][KEYS / 16][4];
-        unsigned key = p.tile * TILE;
-        copy_rows<D, M, M>(shared, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        copy_step<S>(key, 0);
+        unsigned key = begin_piece<S>(w);
         for (int n = 0; begin_step<S>(key); n ^= 1, key = next_step<S>(key)) {
             const char *const k = shared + S::RING + 2 * n * S::STAGE;
             copy_step<S>(next_step<S>(key), n ^ 1);
@@ -4998,15 +5007,11 @@ __global__ void __launch_bounds__(WgmmaShape<D>::M, 2) gated_backward_mma(const 
     extern __shared__ __align__(1024) char shared[];
     const Desk<M>                 &d = desk<S>();
     const GatedPiece              &p = d.piece;
-    let_next_start();
-    first_walk<S>(w);
+    begin_walk<S>(w);
     while (next_piece<S>()) {
         float       s[2][KEYS / 8][4], dp[2][KEYS / 8][4], dq[2][D / 8][4] = {}, sum[2] = {};
         uint32_t    weight[2][KEYS / 16][4];
-        unsigned    key = p.tile * TILE;
-        copy_rows<D, M, M>(shared, w.q_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        copy_rows<D, M, M>(shared + S::ROWS, w.d_out_rows + first_row<M>(p) * D * 2, D * 2, M, D);
-        copy_step<S>(key, 0);
+        unsigned    key = begin_piece<S>(w);
         for (int n = 0; begin_step<S>(key); n ^= 1) {
             const char *const k = shared + S::RING + 2 * n * S::STAGE;
             scores32<T, D, M>(s, shared, k);
