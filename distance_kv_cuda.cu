@@ -43,8 +43,8 @@ constexpr float   LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr int     TILE = 128; /* rows that a head is padded to, keys of a 16-bit tile */
 constexpr int64_t FAR = (int64_t)1 << 36;
 
-template <class I> __host__ DKV__DEVICE I least(I a, I b) { return a < b ? a : b; }
-template <class I> __host__ DKV__DEVICE I most(I a, I b) { return a > b ? a : b; }
+template <class I> constexpr __host__ DKV__DEVICE I least(I a, I b) { return a < b ? a : b; }
+template <class I> constexpr __host__ DKV__DEVICE I most(I a, I b) { return a > b ? a : b; }
 __host__ DKV__DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ DKV__DEVICE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
@@ -293,6 +293,11 @@ struct Device {
 };
 int arch_limit = 1000;
 
+/* The programming guide's: 227 KB in data centers from sm_90 on, 163 before, 99 elsewhere. */
+int shared_of(int arch) {
+    return (arch == 80 || arch == 87 ? 163 : arch < 90 || arch >= 120 ? 99 : 227) << 10;
+}
+
 dkv_result device_read(Device *d) {
     int id, major, minor;
     if (cudaGetDevice(&id) || cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id) ||
@@ -304,7 +309,8 @@ dkv_result device_read(Device *d) {
     }
     d->arch = major * 10 + minor;
     if (d->arch < 80) return DKV_ERR_DEVICE;
-    if (d->arch > __atomic_load_n(&arch_limit, __ATOMIC_RELAXED)) d->arch = arch_limit;
+    const int limit = __atomic_load_n(&arch_limit, __ATOMIC_RELAXED);
+    if (d->arch > limit) d->arch = limit, d->shared = least(d->shared, shared_of(limit));
     return DKV_OK;
 }
 
@@ -1243,8 +1249,10 @@ template <int TYPE, int D, int RW> struct MmaShape {
     static constexpr int PITCH = BYTES * D < 128 ? BYTES * D : 128;
     static constexpr int STAGE = TILE * D * 2;
     static constexpr int MOST_STAGES = D == 64 ? 6 : 3; /* more bytes under way would only keep other loads waiting */
+    static constexpr int Q = M * D * 2;
     static constexpr int RED = WARPS * 16 * 40 * 4; /* 32 columns of O of every warp, rows 40 floats apart */
-    static constexpr int FIXED = RED + M * D * 2 + 3 * 8 * 16 * 4 + 256 + 2 * (int)sizeof(Piece);
+    static constexpr int RED_AT = TW == 1 ? 0 : Q;  /* behind Q's begin: over it, lest M 128 want more than 99 KB */
+    static constexpr int FIXED = most(Q, RED_AT + RED) + 3 * 8 * 16 * 4 + 256 + 2 * (int)sizeof(Piece);
 };
 
 /* One stage <- rows of a source, from row on, without TMA; by one warp. */
@@ -1515,7 +1523,7 @@ DKV__DEVICE void finish_piece(const Piece &p, const Work &w, const float (&o)[D 
     const int        d = p.a->d_v;
 #pragma unroll 1
     for (int d0 = 0; d0 < D; d0 += wide) {
-        if (d0) named_sync(1, S::THREADS);
+        if (d0 || S::RED_AT == 0) named_sync(1, S::THREADS); /* red, or Q there, is read no more */
         float *to = red + (warp * height + r) * pitch - d0;
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) { /* registers want constant indices */
@@ -1592,7 +1600,8 @@ __global__ void __launch_bounds__(MmaShape<TYPE, D, RW>::THREADS + 32, 1) attend
     constexpr bool                     EIGHT = S::BYTES == 1;
     extern __shared__ __align__(1024) char shared[];
     char     *ring = shared, *q = ring + w.stages * S::STAGE;
-    float    *red = (float *)(q + M * D * 2), *tops = red + S::RED / 4, *sums = tops + 128, *weight = sums + 128;
+    float    *red = (float *)(q + S::RED_AT), *tops = (float *)(q + most(S::Q, S::RED_AT + S::RED));
+    float    *sums = tops + 128, *weight = sums + 128;
     uint64_t *full = (uint64_t *)(weight + 128), *empty = full + S::MOST_STAGES;
     uint64_t *piece_full = empty + S::MOST_STAGES, *piece_empty = piece_full + 2;
     int      *flag = (int *)(piece_empty + 2);

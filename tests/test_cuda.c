@@ -11,11 +11,15 @@ static dkv_type packed_type_at(int64_t i) {
     return packed_types[i % COUNT(packed_types)];
 }
 
-/* The paths of this device: mma.sync always, and its own best. */
-static int archs(int arch[2]) {
-    arch[0] = dkv_cuda_limit(1000);
-    arch[1] = 80;
-    return arch[0] > 80 ? 2 : 1;
+/* The paths of this device: its own best, and mma.sync with 99 and 163 KB of shared memory, where it has that. */
+enum { PATHS = 3 };
+
+static int archs(int arch[PATHS]) {
+    static const int less[] = {86, 80};
+    int n = 0, own = arch[n++] = dkv_cuda_limit(1000);
+    for (int i = 0; i < COUNT(less); i++)
+        if (less[i] < own) arch[n++] = less[i];
+    return n;
 }
 
 /* ---- one attention of one layer -------------------------------------------- */
@@ -282,12 +286,36 @@ static void describe(const problem *p, int n, int arch, int ctas) {
        dkv_type_name(p->x), dkv_type_name(p->out), p->layout, p->strided ? " strided" : "", ctas, arch);
 }
 
+/* Heads of more than 128 dimensions want 163 KB. */
+static int too_wide(const problem *p, int n, int arch) {
+    int id, shared, d = 0;
+    CUDA(cudaGetDevice(&id));
+    CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id));
+    for (int i = 0; i < n; i++) {
+        if (p[i].d_k > d) d = p[i].d_k;
+        if (p[i].d_v > d) d = p[i].d_v;
+    }
+    return d > 128 && (arch == 86 || shared < 163 << 10);
+}
+
+static void check_refused(const problem *p, int n) {
+    size_t block_bytes = 7, ws_bytes = 7;
+    dkv_attention a[8];
+    for (int i = 0; i < n; i++) a[i] = p[i].a;
+    CHECK_RESULT(dkv_cuda_attend_size(&block_bytes, &ws_bytes, a, n), DKV_ERR_DEVICE);
+    CHECK(block_bytes == 7 && ws_bytes == 7);
+}
+
 /* p[n] are built. */
 static void run_built(const problem *p, int n, int ctas) {
-    int arch[2], paths = archs(arch);
+    int arch[PATHS], paths = archs(arch);
     for (int i = paths - 1; i >= 0; i--) {
         CHECK_INT(dkv_cuda_limit(arch[i]), arch[i]);
         describe(p, n, arch[i], ctas);
+        if (too_wide(p, n, arch[i])) {
+            check_refused(p, n);
+            continue;
+        }
         launch l = prepare(p, n, ctas);
         run_prepared(p, n, &l);
     }
@@ -759,7 +787,7 @@ static char *results_of(const problem *p, size_t *bytes) {
 
 static void nan_in_one_query(void) {
     NEEDS_DEVICE;
-    int arch[2], paths = archs(arch);
+    int arch[PATHS], paths = archs(arch);
     for (int c = 0; c < 8 * paths; c++) {
         problem p = plain_of(packed_type_at(c / 2));
         p.N_q = c % 2 ? 40 : 5, p.n_tail = p.N_q + 10;
@@ -785,7 +813,7 @@ static void nan_in_one_query(void) {
 /* The same bits in 50 launches, each over the workspace that others left dirty. */
 static void reruns(void) {
     NEEDS_DEVICE;
-    int arch[2], paths = archs(arch);
+    int arch[PATHS], paths = archs(arch);
     for (int c = 0; c < 12 * paths; c++) {
         problem p = plain_of(packed_type_at(c));
         p.T_c = 3000, p.n_tail = 200, p.N_q = c / 4 % 3 == 0 ? 1 : c / 4 % 3 == 1 ? 8 : 130;
@@ -823,7 +851,7 @@ static void attend_all(const launch *l, int n, int wait) {
 static void chained_launches(void) {
     NEEDS_DEVICE;
     static const int N_q[] = {1, 8, 130};
-    int arch[2], paths = archs(arch);
+    int arch[PATHS], paths = archs(arch);
     for (int c = 0; c < COUNT(N_q) * paths; c++) {
         problem p[3];
         launch l[3];
@@ -859,7 +887,7 @@ static void chained_launches(void) {
 /* Two works on two streams, 50 times at once, then compared with what each gives alone. */
 static void two_streams(void) {
     NEEDS_DEVICE;
-    int arch[2], paths = archs(arch);
+    int arch[PATHS], paths = archs(arch);
     for (int c = 0; c < 2 * paths; c++) {
         problem p[] = {plain_of(DKV_BF16), plain_of(c % 2 ? DKV_I8 : DKV_F16)};
         launch l[2];
@@ -987,7 +1015,7 @@ static void generate(dkv_type type, int64_t N_q, int layout, int T_c) {
 
 static void graph_replays(void) {
     NEEDS_DEVICE;
-    int arch[2], paths = archs(arch);
+    int arch[PATHS], paths = archs(arch);
     for (int i = 0; i < paths; i++) {
         CHECK_INT(dkv_cuda_limit(arch[i]), arch[i]);
         generate(DKV_BF16, 1, THD, 150);
@@ -1002,7 +1030,7 @@ static void graph_replays(void) {
 static void wild_lengths(void) {
     NEEDS_DEVICE;
     const int64_t wild[] = {141, INT64_MAX, 140, 5, 4, 1, 0, -1, INT64_MIN};
-    int arch[2], paths = archs(arch);
+    int arch[PATHS], paths = archs(arch);
     for (int c = 0; c < 4; c++) {
         problem p = plain_of(packed_type_at(c));
         p.N_q = 5, p.room = p.n_tail = 140;
@@ -1123,7 +1151,7 @@ static void far_rows(void) {
     CHECK_OK(dkv_cuda_pack(&packed, memory, &bytes, DKV_BF16, &plan, &there, 0, D, D, &source, NULL));
     problem p = {.a = {.H = HEADS, .Hkv = HEADS, .d_k = D, .d_v = D, .N_q = 1, .q = q, .lse = device(HEADS * 4),
                        .out = fill_on_device(THD, DKV_F32, NULL, 0, 1, HEADS, D), .context.packed = &packed}};
-    int arch[2], paths = archs(arch);
+    int arch[PATHS], paths = archs(arch);
     for (int i = 0; i < paths; i++) {
         CHECK_INT(dkv_cuda_limit(arch[i]), arch[i]);
         launch l = prepare(&p, 1, 0);
@@ -1311,7 +1339,7 @@ static void cache_life(void) {
     NEEDS_DEVICE;
     static const int T_c[] = {0, 1, 127, 300};
     enum { CASES = 4 * COUNT(T_c) };
-    int arch[2], paths = archs(arch);
+    int arch[PATHS], paths = archs(arch);
     size_t before = 0;
     for (int i = 0; i < 2 * CASES; i++) { /* twice: the first time, kernels are loaded into device memory */
         if (i == CASES) before = device_memory_free();
