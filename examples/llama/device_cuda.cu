@@ -212,13 +212,21 @@ static __global__ void rotate_kernel(T *to, const float *from, const float2 *rop
     store(to + b, y);
 }
 
-/* act[n][F] = silu(gate) * up, from [n][gate F, up F]. Grid: pieces of a row, n. */
+/* act[n][F] = silu(gate) * up, from [n][gate F, up F]. Grid: pieces of a row, n; AHEAD elements a thread, whose loads
+   are in flight together. */
 static __global__ void swiglu_kernel(bf16 *act, const float *gate_up, int64_t F) {
-    const int64_t i = blockIdx.y, j = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const float *gate = gate_up + (int64_t)blockIdx.y * 2 * F, *up = gate + F;
+    const int64_t first = (int64_t)blockIdx.x * AHEAD * THREADS + threadIdx.x;
+    float g[AHEAD], u[AHEAD];
     overlap();
-    if (j >= F) return;
-    const float g = gate_up[i * 2 * F + j], u = gate_up[i * 2 * F + F + j];
-    act[i * F + j] = __float2bfloat16(g / (1 + expf(-g)) * u);
+    for (int i = 0; i < AHEAD; i++) {
+        const int64_t j = first + i * THREADS;
+        g[i] = j < F ? gate[j] : 0;
+        u[i] = j < F ? up[j] : 0;
+    }
+    for (int i = 0; i < AHEAD; i++)
+        if (first + i * THREADS < F)
+            act[blockIdx.y * F + first + i * THREADS] = __float2bfloat16(g[i] / (1 + expf(-g[i])) * u[i]);
 }
 
 /* Index of the greatest of x[n], the first of equals, never a NaN unless all are (then 0), for a block of MANY. */
@@ -321,7 +329,7 @@ static bool rotate(lm_model *m, const lm_activations *a, const float *rope, int6
 }
 
 static bool swiglu(lm_model *m, const lm_activations *a, int64_t n) {
-    const dim3 grid(blocks(m->p.F, THREADS), (unsigned)n);
+    const dim3 grid(blocks(m->p.F, AHEAD * THREADS), (unsigned)n);
     return launch(m, swiglu_kernel, grid, THREADS, (bf16 *)a->act, (const float *)a->gate.data, m->p.F);
 }
 
