@@ -26,7 +26,7 @@ static const char NOTES[] =
     "physical    kept share of KV rows between sink and recent; total: with both, what memory follows\n"
     "loss        mean cross-entropy of the value's tokens, by question\n"
     "to dense    the paired difference of losses, with a 95 % interval: 10,000 resamples of whole contexts; in the\n"
-    "            same way of a control to its pattern, and of a pattern to the first\n"
+    "            same way of a control to its pattern, and of a pattern to the first of as many cells, or to the first\n"
     "KL          mean divergence of the value tokens' distributions from the dense ones\n"
     "exact       all value tokens of a question are the likeliest ones: greedy decoding would give the value; with\n"
     "            Wilson's 95 % interval\n"
@@ -84,6 +84,14 @@ static void add_controls(const dkv_pattern *p, int of, const score_table *s, con
         if (kind != CONTROL_SCORES_ONLY || scores_path) add_control(p, of, kind, s, path, T_c);
 }
 
+/* What a pattern is compared with: the first of as many cells, or else the first of all. */
+static int rival(int index) {
+    if (index == FIRST) return DENSE;
+    for (int i = FIRST; i < index; i++)
+        if (methods[i].n_cells == methods[index].n_cells) return i;
+    return FIRST;
+}
+
 /* All of it over the bins that T_c reaches: only there do controls of as many cells keep as much. */
 static void add_pattern(const exams *x, const dkv_pattern *whole, const char *path) {
     const int64_t T_c = x->o.T_c, reached = dkv_bins_at(whole, T_c), D = reached ? reached : 1;
@@ -97,9 +105,9 @@ static void add_pattern(const exams *x, const dkv_pattern *whole, const char *pa
     dkv_pattern p = cut_pattern(whole, D);
     const int index = n_methods;
     method *m = add_method(&p, "%s", base_name(path));
-    m->against = index > FIRST ? FIRST : DENSE;
     pattern_cells(m->cells, &p);
     measure_method(m, &p, T_c);
+    m->against = rival(index);
     if (with_controls) add_controls(&p, index, &scores, path, T_c);
     free_scores(&scores);
     free((void *)(uintptr_t)p.bits);
