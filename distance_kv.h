@@ -594,7 +594,8 @@ DKV_API dkv_result dkv_gated_backward(const dkv_gated *c, int64_t n, void *ws, s
 
 /* What this process can use: compute capability (90 for sm_90) in *arch and multiprocessors in *sms. DEVICE. */
 extern dkv_result dkv_cuda_device(int *arch, int *sms);
-/* Use kernels for at most this architecture from now on: 80 forces the mma.sync path. Returns the one then in use. */
+/* From now on take a device for one of this architecture if it is newer: its kernels, and shared memory as such devices
+   have. 80 forces the mma.sync path, 86 with 99 KB, as GeForce cards have. Returns the architecture then in use. */
 extern int dkv_cuda_limit(int arch);
 
 /* *on_device <- plan with its arrays in device memory mem (NULL: asks for *bytes). Copies from pageable memory: call it
@@ -626,8 +627,7 @@ typedef struct dkv_cuda_work {
    lengths: NULL, or device array [n] of the tails' lengths, read at each launch; then tail.n is what they may grow to
    (every row up to it must be readable, and may hold anything). A length beyond it counts as it.
    ctas: 0 for all multiprocessors, or a smaller grid. SHAPE, TYPE, FIELD, CAPACITY, ALIGN; DEVICE for want of shared
-   memory: N_q * H / Hkv > 32 takes 118 KB a CTA at d > 64 and 172 at d > 128, where fewer take 148 and 156 (sm_80 has
-   163; sm_86, sm_89 and sm_120 have 99). */
+   memory: d > 128 takes up to 163 KB a CTA, which sm_80 has; sm_86, sm_89 and sm_120 have 99. */
 extern dkv_result dkv_cuda_attend_size(size_t *block_bytes, size_t *ws_bytes, const dkv_attention *a, int64_t n);
 extern dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention *a, int64_t n, const int64_t *lengths,
                                    void *block, size_t block_bytes, void *ws, size_t ws_bytes, int ctas, void *stream);

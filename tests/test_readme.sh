@@ -37,11 +37,11 @@ done <"$t/commands"
 [ -s "$t/commands" ] || { n=$((n + 1)); failed=1; echo "not ok $n - readme: has a shell block"; }
 
 # The table's numbers are those of the command that is named above it.
-info=$("$DKV" info examples/patterns/smollm2-135m-kv15.dkv --ctx 7900 --json | tr -d '\t' |
+info=$("$DKV" info examples/patterns/smollm2-135m-kv20.dkv --ctx 7900 --json | tr -d '\t' |
     awk -F: '{gsub(/,/, "", $2); v[$1] = $2} END {printf "| %.3f | %.3f | %.3f | %.1f MB | %.1f MB |", v["\"logical_ratio\""],
         v["\"physical_ratio\""], v["\"physical_ratio_total\""], v["\"kv_bytes_dense\""] / 1e6, v["\"kv_bytes_packed\""] / 1e6}')
 holds "memory table" grep -qF "$info" README.md
-holds "716 of 4,770 cells" sh -c "$DKV"' info examples/patterns/smollm2-135m-kv15.dkv | grep -q "716 of 4770" && grep -q "716 of 4,770" README.md'
+holds "954 of 4,770 cells" sh -c "$DKV"' info examples/patterns/smollm2-135m-kv20.dkv | grep -q "954 of 4770" && grep -q "954 of 4,770" README.md'
 holds "make targets exist" sh -c 'for x in $(grep -o "^| .make[ a-z]*" README.md | sed "s/^| .make//"); do make -n $x >/dev/null || exit 1; done'
 holds "files exist" sh -c 'for x in $(grep -o "](\([^)]*\))" README.md | tr -d "]()"); do [ -e "$x" ] || { echo "$x"; exit 1; }; done'
 echo "1..$n"

@@ -34,10 +34,10 @@ static const course courses[] = {
     {"--recipe reference --steps 3,4", 0, D, {0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25},
      {0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5}, 3},
     {"--steps 2,2 --anneal 0.8,1.5 --ramp 4", 1, D, {0.8, 0.8, 0.8, 0.503968419957949, 0.317480210393640, 0.25, 0.25},
-     {0.5, 1, 1.5, 2, 2, 2, 2}, 2},
+     {0.25, 0.5, 0.75, 1, 1, 1, 1}, 2},
     /* of 4 heads 3, 2, then 2 of 4 stay; of 16 cells in the end 6: a head and two bins */
     {"--head-only --steps 2,3 --anneal 0.8,1.5 --ramp 4", 1, 1, {0.8, 0.8, 0.8, 0.503968419957949, 0.4, 0.4, 0.4},
-     {0.5, 1, 1.5, 2, 2, 2, 2}, 2},
+     {0.25, 0.5, 0.75, 1, 1, 1, 1}, 2},
     /* of 8 query heads 3; of 32 bits in the end 11: two heads and three bins */
     {"--head-only --recipe reference --steps 3,4", 0, 1, {0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.35},
      {0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5}, 3},
@@ -220,7 +220,7 @@ static void step(engine *e, learning *x, const course *how, int t) {
     x->loss = x->expected = 0;
     for (int c = 0; c < per; c++) learn_context(e, x, how, t, t % m->parts * per + c, count, da);
     for (int i = 0; i < x->n; i++) x->expected += p_of((double)x->a[i]) / x->n;
-    const double slope = how->ours ? pow(x->expected / how->rho[t], 2) / how->rho[t] : 1;
+    const double slope = how->ours ? pow(x->expected / how->rho[t], 8) / how->rho[t] : 1;
     for (int i = 0; i < x->n; i++) {
         const double p = p_of((double)x->a[i]);
         d[i] = ((double)da[i] + how->lambda[t] * slope / x->n * p * (1 - p)) / m->parts;

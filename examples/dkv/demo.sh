@@ -4,7 +4,7 @@
 #
 #   DKV       the tool                          (build/dkv)
 #   MODEL     a GGUF model                      (build/model/SmolLM2-135M-Instruct.Q4_1.gguf)
-#   PATTERN   its pattern                       (examples/patterns/smollm2-135m-kv15.dkv)
+#   PATTERN   its pattern                       (examples/patterns/smollm2-135m-kv20.dkv)
 #   TOKENS    length of the context             (7900; 4000 where the CPU has no AVX-512)
 #   CONTEXT   a text file instead of the demo's
 #   QUESTION  what to ask
@@ -14,7 +14,7 @@ cd "$(dirname "$0")/../.."
 if grep -qw avx512f /proc/cpuinfo; then tokens=7900; else tokens=4000; fi
 DKV=${DKV:-build/dkv}
 MODEL=${MODEL:-build/model/SmolLM2-135M-Instruct.Q4_1.gguf}
-PATTERN=${PATTERN:-examples/patterns/smollm2-135m-kv15.dkv}
+PATTERN=${PATTERN:-examples/patterns/smollm2-135m-kv20.dkv}
 TOKENS=${TOKENS:-$tokens}
 QUESTION=${QUESTION:-What is the access code for the north warehouse?}
 CODE="The access code for the north warehouse is 482 915."

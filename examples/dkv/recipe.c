@@ -5,8 +5,8 @@
 #include <math.h>
 
 const recipe recipes[RECIPES] = {
-    [OURS] = {8, 2, 8, 24, 8, 0.1, 0.1, 2, 0.6, 32, PER_KV_HEAD, DKV_BUDGET_PHYSICAL, 1, 0},
-    [REFERENCE] = {4, 1, 16, 28, 4, 0.01, 0.01, 0.5, 0, 0, PER_QUERY_HEAD, DKV_BUDGET_LOGICAL, 0, 1},
+    [OURS] = {8, 8, 2, 8, 24, 8, 9, 0.1, 0.1, 1, 0.6, 32, PER_KV_HEAD, DKV_BUDGET_PHYSICAL, 0},
+    [REFERENCE] = {4, 4, 1, 16, 28, 4, 0, 0.01, 0.01, 0.5, 0, 0, PER_QUERY_HEAD, DKV_BUDGET_LOGICAL, 1},
 };
 
 int64_t reach(const recipe *r, double rho) {
@@ -29,5 +29,5 @@ step_plan schedule(const recipe *r, int64_t t, double rho) {
 
 double penalty_slope(const recipe *r, const step_plan *p, double expected, int64_t units) {
     const double rho = fmax(p->rho, 1 / (double)units), share = expected / rho;
-    return r->relative ? p->lambda * (share * share) / rho : p->lambda;
+    return r->power ? p->lambda * pow(share, (double)(r->power - 1)) / rho : p->lambda;
 }

@@ -12,11 +12,11 @@ enum { PER_KV_HEAD, PER_QUERY_HEAD };
    halving every `half` steps, and stays there for B, in which the rate goes linearly to rate_end. The fall is the same
    for every rho, as far as it goes. */
 typedef struct {
-    int64_t needles, parts;      /* in a context; steps that share a round of questions: 1, or 2 of one wording each */
-    int64_t A, B, ramp;
+    int64_t rounds, needles;     /* of questions; in a context */
+    int64_t parts;               /* steps that share a round: 1, or 2 of one wording each */
+    int64_t A, B, ramp, power;   /* penalty of an expected share e: power 0: lambda e; n: lambda / n (e / rho)^n */
     double rate, rate_end, lambda, from, half;
     int gates, budget;           /* PER_..., dkv_budget */
-    int relative;                /* penalty of an expected share e: lambda e, or lambda / 3 (e / rho)^3 */
     int by_p;                    /* Top-K sorts f32 probabilities, where saturated gates tie: as the reference does */
 } recipe;
 
@@ -30,9 +30,9 @@ typedef struct {
 int64_t reach(const recipe *r, double rho);                /* the first step at rho itself; B follow, the last */
 step_plan schedule(const recipe *r, int64_t t, double rho); /* of step t = 0, 1, .., reach + B - 1 */
 
-/* What the gradient of the expected share e is multiplied with. Relative: Top-K tells open gates apart only where e is
+/* What the gradient of the expected share e is multiplied with. Of a power: Top-K tells open gates apart only where e is
    about rho; where e is larger it cuts through gates that are all sure to be open. So the slope grows with e / rho, and
-   e follows rho at any budget. A budget below one of `units` counts as one. */
+   e follows rho at any budget, the closer the higher the power. A budget below one of `units` counts as one. */
 double penalty_slope(const recipe *r, const step_plan *p, double expected, int64_t units);
 
 #endif

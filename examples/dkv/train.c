@@ -21,7 +21,7 @@
 
 enum { MAX_RHOS = 32 };
 
-static exam_options o = {.T_c = -1, .W = -1, .S = -1, .R = -1, .rounds = 4, .split = LM_TRAIN};
+static exam_options o = {.T_c = -1, .W = -1, .S = -1, .R = -1, .split = LM_TRAIN};
 static recipe r;
 static int recipe_name = OURS;
 static double rhos[MAX_RHOS];
@@ -33,10 +33,10 @@ static const char SYNOPSIS[] = "dkv train -m MODEL.gguf [-s S.dks] --rho RATIO -
 
 static const char NOTES[] =
     "recipes     ours        one gate per KV head, a budget in cells that falls from 0.6, halving every 32 steps; 8\n"
-    "                        steps before, 24 after, each in one wording; lr 0.1, 8 needles in a context; the penalty\n"
-    "                        grows with the third power of expected share / budget, lambda 2\n"
+    "                        steps before, 24 after, each in one wording; lr 0.1, 8 needles in a context, 8 rounds; the\n"
+    "                        penalty grows with the ninth power of expected share / budget, lambda 1\n"
     "            reference   the paper's: one gate per query head, a logical budget; 16 + 28 steps, lr 0.01,\n"
-    "                        lambda 0.5, 4 needles\n"
+    "                        lambda 0.5, 4 needles, 4 rounds\n"
     "Other options change one thing of the recipe. Lengths and bins are those of the scores; without scores all\n"
     "gates start alike, and --ctx, --bin-width, --sink and --recent are as in dkv probe. Several --rho share the fall\n"
     "of the budget, the largest first; each becomes what it would alone, and P.dkv becomes P-RHO.dkv.\n"
@@ -104,8 +104,10 @@ static void choose_recipe(const recipe *given) {
     if (given->rate > 0) r.rate = r.rate_end = given->rate;
     if (given->rate_end >= 0) r.rate_end = given->rate_end;
     if (given->lambda >= 0) r.lambda = given->lambda;
+    if (given->power >= 0) r.power = given->power;
     if (given->ramp >= 0) r.ramp = given->ramp;
     if (!o.per_context) o.per_context = r.needles;
+    if (!o.rounds) o.rounds = r.rounds;
     read_pairs();
 }
 
@@ -241,7 +243,7 @@ static void init_gates(trainer *t, const score_table *s) {
 /* Everything that results depend on. */
 static uint64_t hash_config(const trainer *t, const score_table *s) {
     const double all[] = {(double)r.parts, (double)r.A, (double)r.B, (double)r.ramp, r.rate, r.rate_end, r.lambda,
-                          r.from, r.half, r.gates, r.budget, r.relative, r.by_p, head_only, (double)o.rounds,
+                          r.from, r.half, r.gates, r.budget, (double)r.power, r.by_p, head_only, (double)o.rounds,
                           (double)o.seed, (double)t->x->kept, (double)t->x->group};
     uint64_t hash = hash_bytes(t->x->run_hash, all, sizeof all);
     hash = hash_bytes(hash, rhos, (size_t)n_rhos * sizeof *rhos);
@@ -430,7 +432,7 @@ static bool train(trainer *t) {
 }
 
 int command_train(int argc, char **argv) {
-    recipe given = {.ramp = -1, .rate_end = -1, .lambda = -1, .gates = -1, .budget = -1};
+    recipe given = {.ramp = -1, .rate_end = -1, .lambda = -1, .power = -1, .gates = -1, .budget = -1};
     const tool_option options[] = {
         EXAM_OPTIONS(o, "the recipe's"),
         FREE_LENGTHS(o),
@@ -444,10 +446,11 @@ int command_train(int argc, char **argv) {
         {0, "lr", "X", OPT_REAL, &given.rate, 1e-9, 100, "learning rate"},
         {0, "lr-end", "X", OPT_REAL, &given.rate_end, 0, 100, "and at the last of B, linearly (default: the same)"},
         {0, "lambda", "X", OPT_REAL, &given.lambda, 0, 1e6, "weight of the penalty"},
+        {0, "power", "N", OPT_INT, &given.power, 0, 64, "of share / budget that it grows with; 0: the paper's, of the share"},
         {0, "ramp", "N", OPT_INT, &given.ramp, 0, 1e6, "steps until lambda is reached (default: the recipe's)"},
         {0, "anneal", "FROM,N", OPT_TEXT, &anneal, 0, 0, "the budget falls to rho, halving every N steps"},
         {0, "head-only", NULL, OPT_FLAG, &head_only, 0, 0, "one gate for all bins of a head: a control"},
-        {0, "rounds", "N", OPT_INT, &o.rounds, 1, 1000, "of questions that take turns (default: 4)"},
+        {0, "rounds", "N", OPT_INT, &o.rounds, 1, 1000, "of questions that take turns (default: the recipe's)"},
         {0, "resume", "FILE", OPT_TEXT, &resume, 0, 0, "keep the state there, and go on from it"},
         {0, "pause-after", "N", OPT_INT, &pause_after, 1, 1e9, "stop after N steps; --resume goes on"},
         {0, "verbose", NULL, OPT_FLAG, &verbose, 0, 0, "a line per step on standard error"},
