@@ -579,11 +579,12 @@ DKV_API dkv_result dkv_gated_backward(const dkv_gated *c, int64_t n, void *ws, s
 /* ---- CUDA: the same API on a GPU, in distance_kv_cuda.cu ------------------ */
 
 /* Structs are those above with device pointers inside, except that dkv_packed.rows and dkv_segment.rows stay host
-   arrays; stream is a cudaStream_t. Nothing waits for the device but cache_fork, _upload and _download, and only
-   dkv_cuda_cache_* and dkv_cuda_plan allocate or copy from the host: the rest may be captured into a graph. The same
-   call gives the same bits, run to run and beside other streams. DEVICE whenever the runtime reports an error. Linking
-   this part needs the CUDA runtime; the tensor map encoder is asked from the driver at run time. A step of decoding,
-   one work per layer made by dkv_cuda_prepare, capturable once for a whole generation:
+   arrays; stream is a cudaStream_t. Elements lie at multiples of their size (ALIGN). Nothing waits for the device but
+   cache_create, _destroy, _fork, _upload and _download, and only dkv_cuda_cache_* and dkv_cuda_plan allocate or copy
+   from the host: the rest may be captured into a graph. The same call gives the same bits, run to run and beside other
+   streams. DEVICE whenever the runtime reports an error. Linking this part needs the CUDA runtime; the tensor map
+   encoder is asked from the driver at run time. A step of decoding, one work per layer made by dkv_cuda_prepare,
+   capturable once for a whole generation:
 
        dkv_cuda_advance(length, 1, 1, stream);                        // device-side length of the tail
        for each layer: dkv_cuda_append(&work[l], k, v, stream), dkv_cuda_attend(&work[l], stream);
@@ -622,8 +623,8 @@ typedef struct dkv_cuda_work {
 /* Prepares a[0..n-1] once for any number of launches: tile lists and tensor maps go to block (device, 128-byte
    aligned), partial results of a launch to ws (device, 128-byte aligned; launches on one stream may share one).
    context: packed by dkv_cuda_pack, or strided with equal rows, or empty. tail: strided. Both f16 or both bf16, and f16
-   behind i8 and fp8. d_k and d_v are multiples of 8, at most 256. Strides of 16 bytes with stride_dim = element take
-   TMA, others slower loads.
+   behind i8 and fp8. d_k and d_v are multiples of 8, at most 256. Strides of 16 bytes, none
+   negative, with stride_dim = element take TMA, others slower loads.
    lengths: NULL, or device array [n] of the tails' lengths, read at each launch; then tail.n is what they may grow to
    (every row up to it must be readable, and may hold anything). A length beyond it counts as it.
    ctas: 0 for all multiprocessors, or a smaller grid. SHAPE, TYPE, FIELD, CAPACITY, ALIGN; DEVICE for want of shared
@@ -651,20 +652,20 @@ typedef struct dkv_cuda_gated {
    works whose passes run on one stream may share one). Either pass stands alone: backward takes what forward wrote to
    out, lse and the relaxed ones. The lists of open bins are made on the device: ln_u and open may come from kernels
    before.
-   context: strided, or packed with all T_c rows of every head; f16 or bf16, rows of 16 bytes (ALIGN), the same type in
-   the whole batch, which is straight-through as a whole or not at all (FIELD). d_k and d_v: multiples of 8, at most
-   128. Suffixes: any strides and f32, f16 or bf16; q, k, v and d_out are rounded to the context's type. T_c at most
-   2^30. Outputs may not overlap inputs, which is not checked. A NaN in a query stays in its rows of out and dq; one in
-   the k or v of a suffix (also a number that f16 does not hold) may reach rows of other suffixes of its context. SHAPE,
-   TYPE, FIELD, RANGE, STATE, CAPACITY, ALIGN. */
+   context: strided, or packed with all T_c rows of every head; f16 or bf16, rows of 16 bytes, none backwards (ALIGN),
+   the same type in the whole batch, which is straight-through as a whole or not at all (FIELD). d_k and d_v: multiples
+   of 8, at most 128. Suffixes: any strides and f32, f16 or bf16; q, k, v and d_out are rounded to the context's type.
+   T_c at most 2^30. Outputs may not overlap inputs, which is not checked. A NaN in a query stays in its rows of out and
+   dq; one in the k or v of a suffix (also a number that f16 does not hold) may reach rows of other suffixes of its
+   context. SHAPE, TYPE, FIELD, RANGE, STATE, CAPACITY, ALIGN. */
 extern dkv_result dkv_cuda_gated_size(size_t *block_bytes, size_t *ws_bytes, const dkv_gated *c, int64_t n);
 extern dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gated *c, int64_t n, void *block,
                                          size_t block_bytes, void *ws, size_t ws_bytes, void *stream);
 extern dkv_result dkv_cuda_gated_forward(const dkv_cuda_gated *work, void *stream);
 extern dkv_result dkv_cuda_gated_backward(const dkv_cuda_gated *work, void *stream);
 
-/* dkv_cache on the device: L packed layers and a tail of capacity tokens, rounded up to 128. Device memory is allocated
-   by create, pack (its own layer) and fork. One length for all layers. The plan is copied. */
+/* dkv_cache on the device: L packed layers and a tail of capacity tokens, at most 2^21 (FIELD), rounded up to 128.
+   Create, pack (its own layer) and fork allocate device memory. One length for all layers. The plan is copied. */
 typedef struct dkv_cuda_cache dkv_cuda_cache;
 extern dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan *plan, const dkv_shape *shape,
                                         dkv_type type, int64_t capacity);
@@ -680,7 +681,8 @@ extern dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dk
                                               dkv_tensor out);
 extern const dkv_plan *dkv_cuda_cache_plan(const dkv_cuda_cache *c);
 extern int64_t    dkv_cuda_cache_bytes(const dkv_cuda_cache *c); /* device memory it holds now */
-/* To and from the CPU's cache, tail included: saved files are the CPU's. Both wait for the stream. */
+/* To and from the CPU's cache, tail included: saved files are the CPU's. Download waits for the stream,
+   upload for the device. */
 extern dkv_result dkv_cuda_cache_upload(dkv_cuda_cache **out, const dkv_cache *from, int64_t capacity, void *stream);
 extern dkv_result dkv_cuda_cache_download(dkv_cache **out, const dkv_cuda_cache *c, int64_t capacity,
                                           const dkv_allocator *alloc, void *stream);

@@ -261,16 +261,25 @@ bool is_vector(const dkv_tensor &t) {
     return t.stride_dim == type_bytes(t.type) && ((uintptr_t)t.data | (uintptr_t)t.stride_token |
            (uintptr_t)t.stride_head) % 16 == 0;
 }
+/* Those that TMA takes: the next token and head lie further on. */
+bool is_forward(const dkv_tensor &t) { return is_vector(t) && t.stride_token >= 0 && t.stride_head >= 0; }
+/* Elements lie at multiples of their size: a device faults on others. */
+bool is_whole(const dkv_tensor &t) {
+    return ((uintptr_t)t.data | (uintptr_t)t.stride_token | (uintptr_t)t.stride_head | (uintptr_t)t.stride_dim) %
+           (uintptr_t)type_bytes(t.type) == 0;
+}
 
 /* ---- host ---- */
 
-dkv_result launched() { return cudaPeekAtLastError() == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
 dkv_result did(cudaError_t e) { return e == cudaSuccess ? DKV_OK : (cudaGetLastError(), DKV_ERR_DEVICE); }
 
-/* On sm_90 the next kernel's launch overlaps the end of the one before it. */
+template <class T> struct Same { typedef T type; }; /* a parameter of this type is not deduced from what is passed */
+
+/* On sm_90 the next kernel's launch overlaps the end of the one before it. Says how this launch went, whatever error
+   the caller's thread still holds. */
 template <class... A>
 dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, bool overlaps, cudaStream_t stream,
-                  const A &...a) {
+                  const typename Same<A>::type &...a) {
     cudaLaunchAttribute overlap = {};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -287,9 +296,14 @@ dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, int shared, bool
     }
     return did(cudaLaunchKernelEx(&c, kernel, a...));
 }
+template <class... A>
+dkv_result launch(void (*kernel)(A...), dim3 grid, int threads, void *stream, const typename Same<A>::type &...a) {
+    return launch(kernel, grid, threads, 0, false, (cudaStream_t)stream, a...);
+}
 
 struct Device {
-    int arch, sms, shared; /* compute capability, multiprocessors, bytes of shared memory a CTA may have */
+    int  arch, sms, shared; /* compute capability, multiprocessors, bytes of shared memory a CTA may have */
+    bool sm90, wgmma;       /* the code that runs has TMA and launches that overlap; wgmma */
 };
 int arch_limit = 1000;
 
@@ -298,12 +312,24 @@ int shared_of(int arch) {
     return (arch == 80 || arch == 87 ? 163 : arch < 90 || arch >= 120 ? 99 : 227) << 10;
 }
 
+/* What the code that runs was compiled for, JIT or not, said by the threads that this kernel may have. */
+#if __CUDA_ARCH_FEAT_SM90_ALL
+#define DKV__FEATURES 96
+#elif __CUDA_ARCH__ >= 900
+#define DKV__FEATURES 64
+#else
+#define DKV__FEATURES 32
+#endif
+__global__ void __launch_bounds__(DKV__FEATURES) features() {}
+
 dkv_result device_read(Device *d) {
-    int id, major, minor;
+    int                id, major, minor;
+    cudaFuncAttributes code;
     if (cudaGetDevice(&id) || cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id) ||
         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id) ||
         cudaDeviceGetAttribute(&d->sms, cudaDevAttrMultiProcessorCount, id) ||
-        cudaDeviceGetAttribute(&d->shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id)) {
+        cudaDeviceGetAttribute(&d->shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id) ||
+        cudaFuncGetAttributes(&code, features)) {
         cudaGetLastError();
         return DKV_ERR_DEVICE;
     }
@@ -311,6 +337,8 @@ dkv_result device_read(Device *d) {
     if (d->arch < 80) return DKV_ERR_DEVICE;
     const int limit = __atomic_load_n(&arch_limit, __ATOMIC_RELAXED);
     if (d->arch > limit) d->arch = limit, d->shared = least(d->shared, shared_of(limit));
+    d->sm90 = d->arch >= 90 && code.maxThreadsPerBlock >= 64;
+    d->wgmma = d->arch == 90 && code.maxThreadsPerBlock >= 96;
     return DKV_OK;
 }
 
@@ -325,9 +353,10 @@ struct Post { /* collects, then delivers; destinations are consecutive */
     Parcel         parcel;
     int            used;
     int64_t        done; /* bytes before the parcel */
-    Post(void *to, void *on) : dst((unsigned char *)to), stream((cudaStream_t)on), used(0), done(0) {}
+    dkv_result     result;
+    Post(void *to, void *on) : dst((unsigned char *)to), stream((cudaStream_t)on), used(0), done(0), result(DKV_OK) {}
     void flush() {
-        if (used) deliver<<<1, 256, 0, stream>>>(dst, parcel, (int)round_up(used, 16));
+        if (used && !result) result = launch(deliver, 1, 256, stream, dst, parcel, (int)round_up(used, 16));
         dst += used, done += used, used = 0;
     }
     void put(const void *src, size_t n) {
@@ -759,6 +788,7 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     if ((uintptr_t)mem % 128) return DKV_ERR_ALIGN;
     if (source->packed || source->k.type > DKV_BF16 || source->v.type > DKV_BF16) return DKV_ERR_TYPE;
     if (source->rows || source->n != plan->T_c) return DKV_ERR_SHAPE;
+    if (!is_whole(source->k) || !is_whole(source->v)) return DKV_ERR_ALIGN;
     cudaStream_t st = (cudaStream_t)stream;
     char        *data = (char *)mem;
     const bool   scaled = type_bytes(type) == 1;
@@ -766,7 +796,7 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     PackLayer    p = {};
     dkv_result   r = device_read(&dev);
     if (r) return r;
-    const bool overlap = dev.arch >= 90;
+    const bool overlap = dev.sm90;
     p.side[0] = PackSide{source->k, data, NULL, d_k, (int)y.k_row, is_vector(source->k)};
     p.side[1] = PackSide{source->v, data + y.v, NULL, d_v, (int)y.v_row, is_vector(source->v)};
     bool whole = true;
@@ -793,7 +823,6 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
     } else {
         run(whole ? pack_tiles<true> : pack_tiles<false>);
     }
-    if (!r) r = launched();
     if (r) return r;
     *out = dkv_packed{mem, type, plan->Hkv, d_k, d_v, rows, 0};
     *bytes = (size_t)y.bytes;
@@ -802,6 +831,7 @@ extern "C" dkv_result dkv_cuda_pack(dkv_packed *out, void *mem, size_t *bytes, d
 
 extern "C" dkv_result dkv_cuda_unpack(dkv_tensor k, dkv_tensor v, const dkv_packed *p, int g, void *stream) {
     if (!packable(p->type) || k.type > DKV_BF16 || v.type > DKV_BF16) return DKV_ERR_TYPE;
+    if (!is_whole(k) || !is_whole(v)) return DKV_ERR_ALIGN;
     Layout  y = layout_of(p->type, p->Hkv, p->d_k, p->d_v, p->rows);
     int64_t before = 0, rows = p->rows[g];
     for (int i = 0; i < g; i++) before += round_up(p->rows[i], TILE);
@@ -811,11 +841,10 @@ extern "C" dkv_result dkv_cuda_unpack(dkv_tensor k, dkv_tensor v, const dkv_pack
     bool         scaled = type_bytes(p->type) == 1;
     if (!rows) return DKV_OK;
     unsigned grid = (unsigned)least(ceil_div(rows * p->d_k, 256), (int64_t)4096);
-    unpack_rows<<<grid, 256, 0, (cudaStream_t)stream>>>(k, data + before * y.k_row, (int)y.k_row, p->type,
-                                                        scaled ? k_scale : NULL, g, rows, p->d_k);
-    unpack_rows<<<grid, 256, 0, (cudaStream_t)stream>>>(v, data + y.v + before * y.v_row, (int)y.v_row, p->type,
-                                                        scaled ? v_scale : NULL, g, rows, p->d_v);
-    return launched();
+    dkv_result r = launch(unpack_rows, grid, 256, stream, k, data + before * y.k_row, (int)y.k_row, p->type,
+                          scaled ? k_scale : NULL, g, rows, p->d_k);
+    return r ? r : launch(unpack_rows, grid, 256, stream, v, data + y.v + before * y.v_row, (int)y.v_row, p->type,
+                          scaled ? v_scale : NULL, g, rows, p->d_v);
 }
 
 /* ==========================================================================
@@ -2168,9 +2197,17 @@ struct Batch { /* what all attentions of a batch have in common */
     int64_t  heads, items;   /* KV heads and row blocks, over all */
     int64_t  blocks;         /* row blocks of a KV head if all have as many, else 0 */
     int64_t  rows;           /* query rows of a KV head, at most */
+    int64_t  queries;        /* of all */
 };
 
 bool is_empty(const dkv_segment &s) { return !s.packed && s.n == 0; }
+
+/* Coordinates of TMA are 32 bits; its strides are not negative. */
+bool takes_tma(const dkv_segment &s) {
+    const int64_t most_rows = INT32_MAX - 2 * TILE;
+    if (s.packed) return layout_of(s.packed->type, s.packed->Hkv, 8, 8, s.packed->rows).rows <= most_rows;
+    return !s.n || (is_forward(s.k) && is_forward(s.v) && s.n <= most_rows);
+}
 
 dkv_result check_attention(Batch *b, const dkv_attention &a) {
     const float huge = 3.0e38f;
@@ -2178,11 +2215,14 @@ dkv_result check_attention(Batch *b, const dkv_attention &a) {
     if (!head_dim_ok(a.d_k) || !head_dim_ok(a.d_v)) return DKV_ERR_SHAPE;
     if (!(a.scale >= 0.0f && a.scale <= huge) || !(a.softcap >= 0.0f && a.softcap <= huge)) return DKV_ERR_FIELD;
     if (a.q.type > DKV_BF16 || a.out.type > DKV_BF16) return DKV_ERR_TYPE;
-    if (a.tail.packed || a.tail.rows || a.context.rows) return DKV_ERR_TYPE;
+    if (a.tail.packed || a.tail.rows || (!a.context.packed && a.context.rows)) return DKV_ERR_TYPE;
     if (a.context.packed && !a.context.packed->data) return DKV_ERR_STATE; /* a layer that was not packed yet */
-    if (a.tail.n < 0 || a.tail.n > FAR || a.context.n < 0 || a.context.n > FAR) return DKV_ERR_SHAPE;
+    if (a.tail.n < 0 || a.tail.n > FAR) return DKV_ERR_SHAPE;
+    if (!a.context.packed && (a.context.n < 0 || a.context.n > FAR)) return DKV_ERR_SHAPE;
+    if (!is_whole(a.q) || !is_whole(a.out)) return DKV_ERR_ALIGN;
+    const bool none = is_empty(a.context) && is_empty(a.tail);
     dkv_type type = a.context.packed ? a.context.packed->type : !is_empty(a.context) ? a.context.k.type : a.tail.k.type;
-    if (is_empty(a.context) && is_empty(a.tail)) type = b->type == DKV_F32 ? DKV_BF16 : b->type;
+    if (none) type = b->type == DKV_F32 ? DKV_BF16 : b->type;
     dkv_type tail = type_bytes(type) == 1 ? DKV_F16 : type;
     if (!packable(type) || (b->type != DKV_F32 && b->type != type)) return DKV_ERR_TYPE;
     if (!a.context.packed && !is_empty(a.context) &&
@@ -2197,14 +2237,17 @@ dkv_result check_attention(Batch *b, const dkv_attention &a) {
         }
     }
     if ((int64_t)(a.H / a.Hkv) * a.N_q > 1 << 30) return DKV_ERR_SHAPE;
-    b->type = type;
+    if (!is_empty(a.tail) && (!is_whole(a.tail.k) || !is_whole(a.tail.v))) return DKV_ERR_ALIGN;
+    if (!a.context.packed && !is_empty(a.context) && (!is_whole(a.context.k) || !is_whole(a.context.v)))
+        return DKV_ERR_ALIGN;
+    if (!none) b->type = type; /* no key: of any type */
     int d = most(a.d_k, a.d_v);
     b->d = most(b->d, d <= 64 ? 64 : d <= 128 ? 128 : 256);
     b->heads += a.Hkv;
     b->rows = most(b->rows, a.H / a.Hkv * a.N_q);
-    if (!a.context.packed && !is_empty(a.context)) b->tma &= is_vector(a.context.k) && is_vector(a.context.v);
-    if (!is_empty(a.tail)) b->tma &= is_vector(a.tail.k) && is_vector(a.tail.v);
-    return DKV_OK;
+    b->queries += a.N_q;
+    b->tma &= takes_tma(a.context) && takes_tma(a.tail);
+    return b->queries > INT32_MAX ? DKV_ERR_SHAPE : DKV_OK;
 }
 
 /* Shared memory without which attend_mma does not start; the same for all types. */
@@ -2220,13 +2263,13 @@ int least_shared(int kernel, int d) {
 }
 
 dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device &dev) {
-    *b = Batch{DKV_F32, 0, 64, 0, dev.arch >= 90, 0, 0, 0, 0};
+    *b = Batch{DKV_F32, 0, 64, 0, dev.sm90, 0, 0, 0, 0, 0};
     for (int64_t i = 0; i < n; i++) {
         dkv_result r = check_attention(b, a[i]);
         if (r) return r;
     }
     b->kernel = b->rows <= 16 ? MMA16 : b->rows <= 32 ? MMA32 : MMA_MANY;
-    if (b->kernel == MMA_MANY && dev.arch == 90 && b->tma && b->d <= 128 && type_bytes(b->type) == 2) b->kernel = WGMMA;
+    if (b->kernel == MMA_MANY && dev.wgmma && b->tma && b->d <= 128 && type_bytes(b->type) == 2) b->kernel = WGMMA;
     if (least_shared(b->kernel, b->d) > dev.shared) return DKV_ERR_DEVICE;
     b->M = b->kernel == MMA16                 ? 16
            : b->kernel == MMA32               ? 32
@@ -2239,6 +2282,7 @@ dkv_result batch_read(Batch *b, const dkv_attention *a, int64_t n, const Device 
         b->blocks = i == 0 || b->blocks == blocks ? blocks : 0;
     }
     if (b->items > 1 << 28) return DKV_ERR_SHAPE;
+    if (b->type == DKV_F32) b->type = DKV_BF16; /* nobody has a key */
     return DKV_OK;
 }
 
@@ -2430,12 +2474,12 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
         }
     }
     post.flush();
-    if (s.n_items) {
-        make_items<<<(unsigned)least(ceil_div(s.n_items, 128), (int64_t)256), 128, 0, (cudaStream_t)stream>>>(
-            (const Attention *)base, (const Head *)(base + s.heads), (Item *)(base + s.items),
-            (int *)(base + s.arrived), (int)n, (int)s.n_items, type_bytes(b.type) == 1 ? 2 * TILE : TILE, !s.split);
-    }
-    r = launched();
+    r = post.result;
+    if (s.n_items && !r)
+        r = launch(make_items, (unsigned)least(ceil_div(s.n_items, 128), (int64_t)256), 128, stream,
+                   (const Attention *)base, (const Head *)(base + s.heads), (Item *)(base + s.items),
+                   (int *)(base + s.arrived), (int)n, (int)s.n_items, type_bytes(b.type) == 1 ? 2 * TILE : TILE,
+                   !s.split);
     if (r) return r;
     memset(work, 0, sizeof *work);
     work->block = block;
@@ -2456,7 +2500,7 @@ extern "C" dkv_result dkv_cuda_prepare(dkv_cuda_work *work, const dkv_attention 
     work->tma = b.tma;
     if (n == 1) memcpy(work->map, x.map, sizeof work->map);
     work->shared = dev.shared;
-    work->overlap = dev.arch >= 90;
+    work->overlap = dev.sm90;
     return DKV_OK;
 }
 
@@ -2532,15 +2576,15 @@ __global__ void advance(int64_t *lengths, int64_t n, int64_t count) {
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) lengths[i] += count;
 }
 
-/* Eight elements a thread, K then V; grid: (chunks of the longest suffix, attentions). */
+/* Eight elements a thread, K then V; grid: (attentions, chunks of the longest suffix). */
 __global__ void append(const Attention *attentions, dkv_tensor k, dkv_tensor v, int k_vector, int v_vector) {
-    const Attention &a = attentions[blockIdx.y];
+    const Attention &a = attentions[blockIdx.x];
     const int64_t    length = a.length ? least(most(*a.length, (int64_t)0), a.tail) : a.tail;
     for (int side = 0; side < 2; side++) {
         const dkv_tensor &from = side ? v : k, &to = a.source[TAIL_K + side];
         const int         d = side ? a.d_v : a.d_k, chunks = d / 8;
         const int64_t     n = (int64_t)a.N_q * a.Hkv * chunks;
-        for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        for (int64_t i = (int64_t)blockIdx.y * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.y * blockDim.x) {
             int     c = (int)(i % chunks), g = (int)(i / chunks % a.Hkv);
             int64_t q = i / chunks / a.Hkv, row = length - a.N_q + q;
             if (row < 0) continue;
@@ -2556,17 +2600,16 @@ __global__ void append(const Attention *attentions, dkv_tensor k, dkv_tensor v, 
 } /* namespace */
 
 extern "C" dkv_result dkv_cuda_advance(int64_t *lengths, int64_t n, int64_t count, void *stream) {
-    if (n > 0) advance<<<1, 128, 0, (cudaStream_t)stream>>>(lengths, n, count);
-    return launched();
+    return n > 0 ? launch(advance, 1, 128, stream, lengths, n, count) : DKV_OK;
 }
 
 extern "C" dkv_result dkv_cuda_append(const dkv_cuda_work *w, dkv_tensor k, dkv_tensor v, void *stream) {
     if (k.type > DKV_BF16 || v.type > DKV_BF16) return DKV_ERR_TYPE;
+    if (!is_whole(k) || !is_whole(v)) return DKV_ERR_ALIGN;
     if (!w->rows) return DKV_OK;
     unsigned x = (unsigned)most(least(w->longest * 8, (int64_t)512), (int64_t)1);
-    append<<<dim3(x, (unsigned)w->n), 128, 0, (cudaStream_t)stream>>>((const Attention *)w->block, k, v, is_vector(k),
-                                                                      is_vector(v));
-    return launched();
+    return launch(append, dim3((unsigned)w->n, x), 128, stream, (const Attention *)w->block, k, v, is_vector(k),
+                  is_vector(v));
 }
 
 /* ==========================================================================
@@ -2646,11 +2689,14 @@ struct dkv_cuda_cache {
 
 namespace {
 
+constexpr int64_t MOST_CAPACITY = (int64_t)1 << 21; /* rows of 512 bytes: less than a copy's pitch may be, 2^31 */
+
 int64_t tail_k_bytes(const dkv_cuda_cache *c) {
     return (int64_t)c->context->shape.Hkv * c->capacity * c->context->shape.d_k * 2;
 }
 
-dkv_result tail_create(dkv_cuda_cache **out, Context *x, int64_t capacity) { /* takes over one reference of x */
+/* Takes over one reference of x. */
+dkv_result tail_create(dkv_cuda_cache **out, Context *x, int64_t capacity, cudaStream_t stream) {
     dkv_cuda_cache *c = (dkv_cuda_cache *)calloc(1, sizeof *c);
     if (!c) {
         context_release(x);
@@ -2660,7 +2706,7 @@ dkv_result tail_create(dkv_cuda_cache **out, Context *x, int64_t capacity) { /* 
     c->capacity = round_up(capacity, TILE);
     c->layer = (int64_t)x->shape.Hkv * c->capacity * (x->shape.d_k + x->shape.d_v) * 2;
     if (cudaMalloc((void **)&c->tail, (size_t)(c->layer * x->shape.L + 128)) ||
-        cudaMemset(c->tail + c->layer * x->shape.L, 0, 8)) {
+        cudaMemsetAsync(c->tail + c->layer * x->shape.L, 0, 8, stream)) {
         cudaGetLastError();
         dkv_cuda_cache_destroy(c);
         return DKV_ERR_MEMORY;
@@ -2671,9 +2717,12 @@ dkv_result tail_create(dkv_cuda_cache **out, Context *x, int64_t capacity) { /* 
 
 __global__ void set_length(int64_t *length, int64_t n) { *length = n; }
 
+/* As attention takes it: one beyond the capacity counts as that. */
 dkv_result read_length(int64_t *n, const dkv_cuda_cache *c, cudaStream_t stream) {
     dkv_result r = did(cudaMemcpyAsync(n, dkv_cuda_cache_length(c), 8, cudaMemcpyDeviceToHost, stream));
-    return r ? r : did(cudaStreamSynchronize(stream));
+    if (!r) r = did(cudaStreamSynchronize(stream));
+    if (!r) *n = least(most(*n, (int64_t)0), c->capacity);
+    return r;
 }
 
 dkv_tensor tail_side(const dkv_cuda_cache *c, int l, bool v) {
@@ -2700,10 +2749,16 @@ extern "C" dkv_result dkv_cuda_cache_create(dkv_cuda_cache **out, const dkv_plan
     if (!packable(type)) return DKV_ERR_TYPE;
     if (s->L != plan->L || s->Hkv != plan->Hkv || s->Hkv < 1 || s->H < 1 || s->H % s->Hkv) return DKV_ERR_SHAPE;
     if (!head_dim_ok(s->d_k) || !head_dim_ok(s->d_v)) return DKV_ERR_SHAPE;
-    if (capacity < 0 || capacity > FAR >> 12) return DKV_ERR_FIELD;
-    Context *x;
+    if (capacity < 0 || capacity > MOST_CAPACITY) return DKV_ERR_FIELD;
+    Context        *x;
+    dkv_cuda_cache *c;
     r = context_create(&x, plan, s, type);
-    return r ? r : tail_create(out, x, capacity);
+    if (!r) r = tail_create(&c, x, capacity, NULL);
+    if (r) return r;
+    r = did(cudaStreamSynchronize(NULL)); /* the length is 0 before another stream says what it is */
+    if (r) dkv_cuda_cache_destroy(c);
+    else *out = c;
+    return r;
 }
 
 extern "C" dkv_result dkv_cuda_cache_pack(dkv_cuda_cache *c, int l, const dkv_segment *source, void *stream) {
@@ -2733,26 +2788,26 @@ extern "C" dkv_result dkv_cuda_cache_pack(dkv_cuda_cache *c, int l, const dkv_se
 extern "C" dkv_result dkv_cuda_cache_fork(dkv_cuda_cache **out, const dkv_cuda_cache *c, int64_t capacity,
                                           void *stream) {
     const Context  *x = c->context;
-    dkv_cuda_cache *fork;
+    dkv_cuda_cache *fork = NULL;
     int64_t         n;
     if (!all_packed(x)) return DKV_ERR_STATE;
-    if (capacity < 0 || capacity > FAR >> 12) return DKV_ERR_FIELD;
+    if (capacity < 0 || capacity > MOST_CAPACITY) return DKV_ERR_FIELD;
     dkv_result r = read_length(&n, c, (cudaStream_t)stream);
     if (r) return r;
     if (n > round_up(capacity, TILE)) return DKV_ERR_CAPACITY;
     __atomic_add_fetch(&c->context->refs, 1, __ATOMIC_RELAXED);
-    r = tail_create(&fork, c->context, capacity);
+    r = tail_create(&fork, c->context, capacity, (cudaStream_t)stream);
     for (int l = 0; l < x->shape.L && !r && n; l++) {
         for (int v = 0; v < 2 && !r; v++) {
             dkv_tensor to = tail_side(fork, l, v), from = tail_side(c, l, v);
             r = did(cudaMemcpy2DAsync(to.data, (size_t)to.stride_head, from.data, (size_t)from.stride_head,
                                       (size_t)(n * from.stride_token), (size_t)x->shape.Hkv, cudaMemcpyDeviceToDevice,
                                       (cudaStream_t)stream));
-            if (r) dkv_cuda_cache_destroy(fork);
         }
     }
     if (!r) r = dkv_cuda_cache_truncate(fork, n, stream);
-    if (!r) *out = fork;
+    if (r) dkv_cuda_cache_destroy(fork);
+    else *out = fork;
     return r;
 }
 
@@ -2762,8 +2817,7 @@ extern "C" int64_t *dkv_cuda_cache_length(const dkv_cuda_cache *c) {
 
 extern "C" dkv_result dkv_cuda_cache_truncate(dkv_cuda_cache *c, int64_t n, void *stream) {
     if (n < 0 || n > c->capacity) return DKV_ERR_CAPACITY;
-    set_length<<<1, 1, 0, (cudaStream_t)stream>>>(dkv_cuda_cache_length(c), n);
-    return launched();
+    return launch(set_length, 1, 1, stream, dkv_cuda_cache_length(c), n);
 }
 
 extern "C" dkv_attention dkv_cuda_cache_attention(const dkv_cuda_cache *c, int l, dkv_tensor q, int64_t N_q,
@@ -3365,7 +3419,7 @@ struct Questions { Batch b; int64_t queries, rows, keys; };
 
 dkv_result questions_read(Questions *out, const dkv_attention *a, int64_t n, const Device &dev) {
     int64_t longest = 0;
-    *out = Questions{{DKV_F32, 0, 64, 0, dev.arch >= 90, 0, 0, 0, 0}, 0, INT64_MAX, 0};
+    *out = Questions{{DKV_F32, 0, 64, 0, dev.sm90, 0, 0, 0, 0, 0}, 0, INT64_MAX, 0};
     for (int64_t i = 0; i < n; i++) {
         dkv_result r = check_attention(&out->b, keys_only(a[i]));
         if (r) return r;
@@ -3381,7 +3435,7 @@ dkv_result questions_read(Questions *out, const dkv_attention *a, int64_t n, con
     }
     out->keys += longest;
     typedef ProbeShape<256, false> Largest; /* others take what every device has */
-    if (out->b.d > 128 && Largest::Q + 256 + 2 * Largest::STAGE > dev.shared) return DKV_ERR_DEVICE;
+    if (n && a->d_k > 128 && Largest::Q + 256 + 2 * Largest::STAGE > dev.shared) return DKV_ERR_DEVICE;
     if (n && (out->queries * a->H > 1 << 30 || out->keys > INT32_MAX || out->keys * a->Hkv / TILE > INT32_MAX))
         return DKV_ERR_SHAPE;
     return DKV_OK;
@@ -3403,15 +3457,15 @@ dkv_result launch_probe(Probe p, const Parcel &parcel, const Device &dev, int64_
         if (time < best) best = time, p.ctas = i;
     }
     return launch(probe<T, D, WGMMA>, dim3((unsigned)(p.ctas * p.blocks * p.Hkv)), S::THREADS,
-                  p.stages * S::STAGE + S::Q + 256, dev.arch >= 90, stream, p, parcel);
+                  p.stages * S::STAGE + S::Q + 256, dev.sm90, stream, p, parcel);
 }
 
 template <class T>
 dkv_result launch_probe_d(const Probe &p, const Parcel &parcel, const Device &dev, int64_t keys, cudaStream_t stream) {
     auto launch = p.d > 128 ? launch_probe<T, 256, false> : p.d > 64 ? launch_probe<T, 128, false>
                                                                      : launch_probe<T, 64, false>;
-    if (dev.arch == 90 && p.tma && p.d <= 64) launch = launch_probe<T, 64, true>;
-    else if (dev.arch == 90 && p.tma && p.d <= 128) launch = launch_probe<T, 128, true>;
+    if (dev.wgmma && p.tma && p.d <= 64) launch = launch_probe<T, 64, true>;
+    else if (dev.wgmma && p.tma && p.d <= 128) launch = launch_probe<T, 128, true>;
     return launch(p, parcel, dev, keys, stream);
 }
 
@@ -3467,7 +3521,7 @@ extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int6
     }
     if (!small) post.flush();
     const dim3 grid((unsigned)least(ceil_div(ranks, 256), (int64_t)dev.sms));
-    r = launch(no_ranks, grid, 256, 0, dev.arch >= 90, post.stream, rank, ranks);
+    r = launch(no_ranks, grid, 256, 0, dev.sm90, post.stream, rank, ranks);
     if (r || !p.n) return r;
     p.questions = small ? NULL : (const Attention *)ws;
     p.n_questions = (int32_t)n;
@@ -3781,8 +3835,7 @@ extern "C" dkv_result dkv_cuda_gates_union(float *u, float *ln_u, const dkv_gate
     if (n < 0 || n > UINT32_MAX) return DKV_ERR_SHAPE;
     if (n == 0) return DKV_OK;
     const dim3 grid(grid_of(x), (unsigned)least(n, (int64_t)65535));
-    gates_union<<<grid, CELLS, 0, (cudaStream_t)stream>>>(u, ln_u, x, a, draw, n);
-    return launched();
+    return launch(gates_union, grid, CELLS, stream, u, ln_u, x, a, draw, n);
 }
 
 extern "C" dkv_result dkv_cuda_gates_union_backward(float *da, const dkv_gates *g, const float *a, dkv_draw draw,
@@ -3792,8 +3845,7 @@ extern "C" dkv_result dkv_cuda_gates_union_backward(float *da, const dkv_gates *
     if (r) return r;
     if (n < 0 || n > UINT32_MAX) return DKV_ERR_SHAPE;
     const dim3 grid(grid_of(x), (unsigned)ceil_div(x.G, OWN));
-    gates_union_backward<<<grid, CELLS, 0, (cudaStream_t)stream>>>(da, x, a, draw, n, d_ln_u);
-    return launched();
+    return launch(gates_union_backward, grid, CELLS, stream, da, x, a, draw, n, d_ln_u);
 }
 
 extern "C" dkv_result dkv_cuda_gates_penalty(double *mean, float *da, const dkv_gates *g, const float *a,
@@ -3803,23 +3855,20 @@ extern "C" dkv_result dkv_cuda_gates_penalty(double *mean, float *da, const dkv_
     if (r) return r;
     const int    logical = budget == DKV_BUDGET_LOGICAL;
     const double count = logical ? (double)x.cells * x.G : (double)x.cells;
-    gates_penalty<<<PARTS, CELLS, 0, (cudaStream_t)stream>>>((double *)ws, da, x, a, logical, (double)lambda / count);
-    if (mean) finish_mean<<<1, PARTS, 0, (cudaStream_t)stream>>>(mean, (const double *)ws, count);
-    return launched();
+    r = launch(gates_penalty, PARTS, CELLS, stream, (double *)ws, da, x, a, logical, (double)lambda / count);
+    return r || !mean ? r : launch(finish_mean, 1, PARTS, stream, mean, (const double *)ws, count);
 }
 
 extern "C" dkv_result dkv_cuda_gates_clip(double *norm, float *x, int64_t n, void *ws, void *stream) {
-    sum_squares<<<PARTS, THREADS, 0, (cudaStream_t)stream>>>((double *)ws, x, n);
-    gates_clip<<<PARTS, THREADS, 0, (cudaStream_t)stream>>>(norm, x, n, (const double *)ws);
-    return launched();
+    dkv_result r = launch(sum_squares, PARTS, THREADS, stream, (double *)ws, x, n);
+    return r ? r : launch(gates_clip, PARTS, THREADS, stream, norm, x, n, (const double *)ws);
 }
 
 extern "C" dkv_result dkv_cuda_gates_adamw(float *a, float *m, float *v, const float *da, int64_t n, int64_t t,
                                            double rate, void *stream) {
     const double bias1 = 1.0 - exp((double)t * log(0.9)), bias2 = 1.0 - exp((double)t * log(0.999));
     if (t < 1) return DKV_ERR_FIELD;
-    gates_adamw<<<PARTS, THREADS, 0, (cudaStream_t)stream>>>(a, m, v, da, n, bias1, bias2, rate);
-    return launched();
+    return launch(gates_adamw, PARTS, THREADS, stream, a, m, v, da, n, bias1, bias2, rate);
 }
 
 extern "C" dkv_result dkv_cuda_gates_top(unsigned char *M, int64_t *K, const dkv_gates *g, const float *a,
@@ -3839,11 +3888,9 @@ extern "C" dkv_result dkv_cuda_gates_top(unsigned char *M, int64_t *K, const dkv
     x.ties = x.bins + 4 * 256;
     const unsigned parts = (unsigned)ceil_div(x.n, x.chunk);
     r = did(cudaMemsetAsync(x.bins, 0, 4 * 256 * 4, (cudaStream_t)stream));
-    if (r) return r;
-    for (int pass = 0; pass < 4; pass++) rank_bins<<<parts, THREADS, 0, (cudaStream_t)stream>>>(x, pass);
-    rank_ties<<<parts, THREADS, 0, (cudaStream_t)stream>>>(x);
-    rank_write<<<parts, THREADS, 0, (cudaStream_t)stream>>>(x, M, copies);
-    r = launched();
+    for (int pass = 0; pass < 4 && !r; pass++) r = launch(rank_bins, parts, THREADS, stream, x, pass);
+    if (!r) r = launch(rank_ties, parts, THREADS, stream, x);
+    if (!r) r = launch(rank_write, parts, THREADS, stream, x, M, copies);
     if (!r) *K = (int64_t)x.K * copies;
     return r;
 }
@@ -3853,8 +3900,7 @@ extern "C" dkv_result dkv_cuda_gates_or(unsigned char *open, const dkv_gates *g,
     Gates      x;
     dkv_result r = gates_read(&x, g, true);
     if (r) return r;
-    gates_or<<<grid_of(x), CELLS, 0, (cudaStream_t)stream>>>(open, x, M);
-    return launched();
+    return launch(gates_or, grid_of(x), CELLS, stream, open, x, M);
 }
 
 /* ==========================================================================
@@ -3922,7 +3968,8 @@ struct GatedWork { /* kernel parameter */
     float              *slots;     /* [2 * CTAs] parts of items */
     float              *partial;   /* [head][tile][block][warp] sums of dS */
     int64_t             opens_of_side;
-    int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells, sms, arch;
+    int                 n_heads, sides, groups, blocks, n_q_parts, n_own_parts, n_key_parts, most_cells;
+    int                 sms, sm90, wgmma;
 };
 
 /* How many tiles the parts of a context are cut into: sink, the farthest bin, each of the other bins, recent. */
@@ -5279,7 +5326,9 @@ dkv_result check_suffix(const dkv_gated &c, const dkv_suffix &x) {
     if (x.N_q < 0 || x.N_q > 1 << 20) return DKV_ERR_SHAPE;
     int ok = x.q.type <= DKV_BF16 && x.k.type <= DKV_BF16 && x.v.type <= DKV_BF16 && x.out.type <= DKV_BF16;
     ok = ok && x.d_out.type <= DKV_BF16 && x.dq.type <= DKV_BF16 && x.dk.type <= DKV_BF16 && x.dv.type <= DKV_BF16;
-    return ok && (!c.open || x.out_relaxed.type <= DKV_BF16) ? DKV_OK : DKV_ERR_TYPE;
+    if (!ok || (c.open && x.out_relaxed.type > DKV_BF16)) return DKV_ERR_TYPE;
+    ok = is_whole(x.q) && is_whole(x.k) && is_whole(x.v) && is_whole(x.out) && is_whole(x.d_out) && is_whole(x.dq);
+    return ok && is_whole(x.dk) && is_whole(x.dv) && (!c.open || is_whole(x.out_relaxed)) ? DKV_OK : DKV_ERR_ALIGN;
 }
 
 dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
@@ -5296,7 +5345,7 @@ dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
     if (r || !c.T_c) return r;
     if (k.type != v.type || (k.type != DKV_F16 && k.type != DKV_BF16)) return DKV_ERR_TYPE;
     if (*type != DKV_F32 && *type != k.type) return DKV_ERR_TYPE;
-    if (!is_vector(k) || !is_vector(v)) return DKV_ERR_ALIGN;
+    if (!is_forward(k) || !is_forward(v)) return DKV_ERR_ALIGN;
     *type = k.type;
     return DKV_OK;
 }
@@ -5304,7 +5353,7 @@ dkv_result check_gated(const dkv_gated &c, dkv_type *type) {
 /* What a batch comes to, and where things lie: tables in the block, what passes write in the workspace. */
 struct GatedSizes {
     dkv_type type;
-    int      D, M, sides, groups, sms, arch;
+    int      D, M, sides, groups, sms, sm90, wgmma;
     int64_t  heads, suffixes, queries, keys, rows, blocks, all_blocks, own, opens, cells, tiles, most_tiles;
     int64_t  q_parts, own_parts, key_parts;
     int64_t  arrived_at, tile_at, suffix_at, question_at, head_at, own_at, count_at; /* in the block */
@@ -5352,7 +5401,7 @@ int groups_of(int64_t blocks, int sides, int sms) {
 
 dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Device &dev) {
     *s = GatedSizes{DKV_F32, 64};
-    s->arch = dev.arch;
+    s->sm90 = dev.sm90, s->wgmma = dev.wgmma;
     for (int64_t i = 0; i < n; i++) {
         dkv_result r = check_gated(c[i], &s->type);
         if (r) return r;
@@ -5386,7 +5435,7 @@ dkv_result gated_sizes(GatedSizes *s, const dkv_gated *c, int64_t n, const Devic
     s->q_parts = s->rows / CHUNK;
     if (n > UINT16_MAX || s->rows > 1 << 30 || s->keys > 1 << 30 || s->opens > 1 << 28 || s->own > 1 << 24)
         return DKV_ERR_SHAPE;
-    const int ctas = dev.arch == 90 ? dev.sms : 2 * dev.sms; /* that run together, by wgmma and by mma.sync */
+    const int ctas = dev.wgmma ? dev.sms : 2 * dev.sms; /* that run together, by wgmma and by mma.sync */
     s->groups = s->rows ? groups_of(s->blocks, s->sides, ctas) : s->sides;
     int64_t at = 0;
     place(&at, n * (int64_t)sizeof(GatedContext));
@@ -5419,7 +5468,7 @@ dkv_result describe_context(GatedContext *x, const dkv_gated &c, const GatedSize
     dkv_tensor k, v;
     memset((void *)x, 0, sizeof *x);
     dkv_result r = context_of(c, &k, &v);
-    const bool tma = s.arch == 90 && c.T_c;
+    const bool tma = s.wgmma && c.T_c;
     if (!r && tma) r = encode_map(&x->k, k, c.d_k, c.T_c, c.Hkv, s.D, CHUNK);
     if (!r && tma) r = encode_map(&x->v, v, c.d_v, c.T_c, c.Hkv, s.D, CHUNK);
     x->source[0] = k, x->source[1] = v;
@@ -5536,7 +5585,7 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     memcpy(&s, k->sizes, sizeof s);
     memset((void *)w, 0, sizeof *w);
     dkv_result r = DKV_OK;
-    if (s.arch == 90) {
+    if (s.wgmma) {
         r = encode_rows(&w->q, ws + s.q_at, s.type, s.D, s.rows);
         if (!r) r = encode_rows(&w->d_out, ws + s.g_at, s.type, s.D, s.rows);
         if (!r) r = encode_rows(&w->own_k, ws + s.k_at, s.type, s.D, s.keys);
@@ -5572,7 +5621,7 @@ dkv_result gated_work(GatedWork *w, const dkv_cuda_gated *k) {
     w->n_key_parts = (int)s.key_parts;
     w->most_cells = (int)s.cells;
     w->sms = s.sms;
-    w->arch = s.arch;
+    w->sm90 = s.sm90, w->wgmma = s.wgmma;
     return r;
 }
 
@@ -5583,16 +5632,16 @@ template <class T, int D> dkv_result run_gated(const GatedWork &w, bool backward
     const dim3    gather(lists + (w.n_q_parts + w.n_own_parts) * GatherShape<D>::OF_PART), grid(w.groups * w.blocks);
     dkv_result    r = DKV_OK;
     auto next = [&](void (*kernel)(GatedWork), dim3 ctas, int threads, int shared) {
-        if (!r) r = launch(kernel, ctas, threads, shared, w.arch >= 90, stream, w);
+        if (!r) r = launch(kernel, ctas, threads, shared, w.sm90, stream, w);
     };
     if (backward) {
         next(gated_gather<T, D, true>, gather, 256, 0);
-        if (w.arch == 90) next(gated_backward<T, D>, grid, BackwardShape<D>::THREADS, BackwardShape<D>::SHARED);
+        if (w.wgmma) next(gated_backward<T, D>, grid, BackwardShape<D>::THREADS, BackwardShape<D>::SHARED);
         else next(gated_backward_mma<T, D>, grid, M, GatedMmaShape<D, true>::SHARED);
         next(gated_finish<T, D>, w.n_key_parts + cuts_of(w, 1) * w.blocks * (M / 8) + cells, 256, OwnShape<D>::SHARED);
     } else {
         next(gated_gather<T, D, false>, gather, 256, 0);
-        if (w.arch == 90) next(gated_forward<T, D>, grid, WgmmaShape<D>::THREADS, GatedShape<D>::SHARED);
+        if (w.wgmma) next(gated_forward<T, D>, grid, WgmmaShape<D>::THREADS, GatedShape<D>::SHARED);
         else next(gated_forward_mma<T, D>, grid, M, GatedMmaShape<D, false>::SHARED);
         if (w.groups > w.sides) next(gated_combine<M, D>, dim3(M / 8, cuts_of(w, w.sides), w.blocks), 256, 0);
     }
@@ -5612,10 +5661,9 @@ dkv_result gated_pass(const dkv_cuda_gated *k, bool backward, void *stream) {
     memcpy(&s, k->sizes, sizeof s);
     const char *block = (const char *)k->block;
     if (!s.rows) {
-        if (backward && s.heads)
-            gated_zeros<<<(unsigned)s.heads, 256, 0, st>>>((const GatedContext *)block,
-                                                           (const int2 *)(block + s.head_at));
-        return launched();
+        if (!backward || !s.heads) return DKV_OK;
+        return launch(gated_zeros, (unsigned)s.heads, 256, stream, (const GatedContext *)block,
+                      (const int2 *)(block + s.head_at));
     }
     dkv_result r = gated_work(&w, k);
     if (r) return r;
@@ -5653,13 +5701,13 @@ extern "C" dkv_result dkv_cuda_gated_prepare(dkv_cuda_gated *work, const dkv_gat
     if (r) return r;
     if (s.heads) {
         post_gated(&post, c, n, s);
-        if (s.most_tiles)
-            make_tiles<<<dim3((unsigned)ceil_div(s.most_tiles, 256), (unsigned)n), 256, 0, (cudaStream_t)stream>>>(
-                (const GatedContext *)block, (Tile *)((char *)block + s.tile_at));
+        r = post.result;
+        if (s.most_tiles && !r)
+            r = launch(make_tiles, dim3((unsigned)ceil_div(s.most_tiles, 256), (unsigned)n), 256, stream,
+                       (const GatedContext *)block, (Tile *)((char *)block + s.tile_at));
         /* last: what comes behind it waits for all of the above, although kernels read their tables before they wait */
-        r = did(cudaMemsetAsync((char *)block + s.arrived_at, 0, 4, (cudaStream_t)stream));
+        if (!r) r = did(cudaMemsetAsync((char *)block + s.arrived_at, 0, 4, (cudaStream_t)stream));
     }
-    if (!r) r = launched();
     if (r) return r;
     memset(work, 0, sizeof *work);
     work->block = block;

@@ -154,19 +154,22 @@ static inline void test_heap_free(void *user, void *ptr, size_t bytes) {
 
 /* ---- tensors in every layout --------------------------------------------- */
 
-enum { THD, HEAD_MAJOR, TRANSPOSED, REVERSED, UNALIGNED, LAYOUTS };
+enum { THD, HEAD_MAJOR, TRANSPOSED, REVERSED, BACKWARDS, UNALIGNED, LAYOUTS };
 
-/* [T][heads][d] in an exact guarded block of NaNs. REVERSED: all strides negative; UNALIGNED: odd byte strides. */
+/* [T][heads][d] in an exact guarded block of NaNs. REVERSED: all strides negative; BACKWARDS: the tokens' alone;
+   UNALIGNED: odd byte strides. */
 static inline dkv_tensor new_tensor(int layout, dkv_type type, int64_t T, int64_t heads, int64_t d) {
     int64_t e = oracle_bytes(type), odd = e + 1, head = d * odd + 2, token = heads * head + 4;
     dkv_tensor t[LAYOUTS] = {
         {NULL, type, heads * d * e, d * e, e},    {NULL, type, d * e, T * d * e, e}, {NULL, type, e, d * T * e, T * e},
-        {NULL, type, -heads * d * e, -d * e, -e}, {NULL, type, token, head, odd},
+        {NULL, type, -heads * d * e, -d * e, -e}, {NULL, type, -heads * d * e, d * e, e},
+        {NULL, type, token, head, odd},
     }, *x = &t[layout];
     if (!T || !heads || !d) return *x;
-    int64_t last = (T - 1) * x->stride_token + (heads - 1) * x->stride_head + (d - 1) * x->stride_dim;
-    char *block = guarded((size_t)((last < 0 ? -last : last) + e), 1);
-    x->data = last < 0 ? block - last : block;
+    int64_t last[] = {(T - 1) * x->stride_token, (heads - 1) * x->stride_head, (d - 1) * x->stride_dim};
+    int64_t span = e, low = 0;
+    for (int i = 0; i < 3; i++) span += last[i] < 0 ? -last[i] : last[i], low += last[i] < 0 ? last[i] : 0;
+    x->data = (char *)guarded((size_t)span, 1) - low;
     return *x;
 }
 

@@ -743,6 +743,21 @@ static void batches(void) {
     }
 }
 
+/* An attention without a key has no type of its own, wherever it stands in a batch. */
+static void keyless_in_a_batch(void) {
+    NEEDS_DEVICE;
+    for (int c = 0; c < 12; c++) {
+        problem p[3];
+        for (int i = 0; i < 3; i++) {
+            p[i] = plain_of(packed_type_at(c));
+            if (i == c / 4) p[i].T_c = p[i].n_tail = 0;
+            build(&p[i]);
+        }
+        run_built(p, 3, 0);
+        CHECK(release_all());
+    }
+}
+
 /* However the work is cut. */
 static void splits(void) {
     NEEDS_DEVICE;
@@ -1201,7 +1216,12 @@ static void refusals(void) {
     BAD(DKV_ERR_TYPE, a.tail.k.type = DKV_F32); BAD(DKV_ERR_TYPE, a.tail.v.type = DKV_BF16);
     BAD(DKV_ERR_TYPE, a.tail.k.type = a.tail.v.type = DKV_BF16);
     BAD(DKV_ERR_TYPE, a.context = eight.a.context; a.tail.k.type = a.tail.v.type = DKV_BF16);
+    BAD(DKV_ERR_ALIGN, a.q.data = (char *)a.q.data + 1); BAD(DKV_ERR_ALIGN, a.out.stride_token += 1);
+    BAD(DKV_ERR_ALIGN, a.tail.k.stride_head += 1);       BAD(DKV_ERR_ALIGN, a.tail.v.stride_dim = 3);
 #undef BAD
+    a = p.a;
+    a.context.rows = p.context.rows, a.context.n = -1; /* of no meaning beside packed */
+    CHECK_OK(dkv_cuda_attend_size(&b, &w, &a, 1));
     a = p.a;
     AT("buffers");
     TRY(DKV_ERR_CAPACITY, block, 127, ws, good.ws_bytes);
@@ -1212,6 +1232,18 @@ static void refusals(void) {
     }
 #undef TRY
     run_prepared(&p, 1, &good);
+    CHECK(release_all());
+}
+
+/* An error that the caller's thread still holds is not ours. */
+static void errors_of_others(void) {
+    NEEDS_DEVICE;
+    void *none = NULL;
+    int64_t two = 2, *length = to_device(&two, 8);
+    CHECK(cudaMalloc(&none, (size_t)1 << 60) != cudaSuccess && cudaPeekAtLastError() != cudaSuccess);
+    CHECK_OK(dkv_cuda_advance(length, 1, 3, NULL));
+    CHECK(cudaGetLastError() != cudaSuccess);
+    CHECK_INT(*(int64_t *)to_host(length, 8), 5);
     CHECK(release_all());
 }
 
@@ -1378,6 +1410,36 @@ static void cache_life(void) {
     CHECK_INT(device_memory_free(), before); /* nothing is left behind */
 }
 
+/* What one stream does with a cache does not wait for another, and is not undone by it. */
+static void cache_streams(void) {
+    NEEDS_DEVICE;
+    enum { BUSY = 64 };
+    const size_t much = (size_t)1 << 28;
+    world w = make_world(DKV_BF16, 127, 64, 64);
+    dkv_cuda_cache *gpu = gpu_cache(&w), *fork;
+    dkv_cache *cpu = cpu_cache(&w), *down;
+    cudaStream_t stream;
+    void *busy;
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CUDA(cudaMalloc(&busy, much));
+    step_both(&w, gpu, cpu, 7);
+    CUDA(cudaDeviceSynchronize());
+    for (int i = 0; i < BUSY; i++) CUDA(cudaMemsetAsync(busy, i, much, NULL));
+    CHECK_OK(dkv_cuda_cache_fork(&fork, gpu, CAP, stream));
+    CUDA(cudaDeviceSynchronize());
+    check_same_image(fork, cpu);
+    CHECK_OK(dkv_cuda_advance(dkv_cuda_cache_length(fork), 1, INT64_MAX - 7, stream)); /* beyond the capacity, 128 */
+    CHECK_OK(dkv_cuda_cache_download(&down, fork, 200, NULL, stream));
+    CHECK_INT(dkv_cache_tail(down, 0), 128);
+    dkv_cache_destroy(down);
+    dkv_cuda_cache_destroy(fork);
+    dkv_cuda_cache_destroy(gpu);
+    dkv_cache_destroy(cpu);
+    CUDA(cudaFree(busy));
+    CUDA(cudaStreamDestroy(stream));
+    CHECK(release_all());
+}
+
 static void cache_refuses(void) {
     NEEDS_DEVICE;
     world w = make_world(DKV_F16, 61, 64, 64);
@@ -1392,6 +1454,7 @@ static void cache_refuses(void) {
     BAD((void)bad, (dkv_type)5, DKV_ERR_TYPE);
 #undef BAD
     CHECK_RESULT(dkv_cuda_cache_create(&c, &w.plan, &w.shape, DKV_F16, -1), DKV_ERR_FIELD);
+    CHECK_RESULT(dkv_cuda_cache_create(&c, &w.plan, &w.shape, DKV_F16, ((int64_t)1 << 21) + 1), DKV_ERR_FIELD);
     CHECK_OK(dkv_cuda_cache_create(&c, &w.plan, &w.shape, DKV_F16, 9));
     dkv_segment s = dkv_strided(w.dev_k[0], w.dev_v[0], 60);
     CHECK_RESULT(dkv_cuda_cache_pack(c, 0, &s, NULL), DKV_ERR_SHAPE);
@@ -1423,6 +1486,7 @@ int main(int argc, char **argv) {
         {"nothing to see", nothing_to_see, 0},
         {"random mix", random_mix, 0},
         {"batches", batches, 0},
+        {"without a key in a batch", keyless_in_a_batch, 0},
         {"splits", splits, 0},
         {"large, against the CPU", large, 0},
         {"NaN in one query", nan_in_one_query, 0},
@@ -1435,7 +1499,9 @@ int main(int argc, char **argv) {
         {"strides past 2^32", far_strides, 0},
         {"rows past 2^32", far_rows, 0},
         {"errors", refusals, 0},
+        {"errors of others", errors_of_others, 0},
         {"cache life", cache_life, 0},
+        {"cache and streams", cache_streams, 0},
         {"cache errors", cache_refuses, 0},
     };
     if (argc > 1 && !strcmp(argv[1], "no-device")) return without_device();

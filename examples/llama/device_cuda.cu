@@ -411,7 +411,6 @@ static dkv_result cache_open(lm_cache *c, const dkv_plan *plan, const dkv_shape 
     if (!k) return DKV_ERR_MEMORY;
     c->own = k;
     dkv_result r = dkv_cuda_cache_create(&k->own, plan, shape, c->type, c->capacity);
-    if (!r && cudaDeviceSynchronize()) r = DKV_ERR_DEVICE; /* create knows no stream: ours comes after it */
     if (r) return cache_close(c), r;
     c->plan = dkv_cuda_cache_plan(k->own);
     count_bytes(c, dkv_cuda_cache_bytes(k->own));
