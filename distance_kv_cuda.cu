@@ -3423,7 +3423,7 @@ dkv_result questions_read(Questions *out, const dkv_attention *a, int64_t n, con
     for (int64_t i = 0; i < n; i++) {
         dkv_result r = check_attention(&out->b, keys_only(a[i]));
         if (r) return r;
-        if (type_bytes(out->b.type) != 2) return DKV_ERR_TYPE;
+        if (type_bytes(out->b.type) == 1) return DKV_ERR_TYPE;
         if (!same_context(a[0], a[i])) return DKV_ERR_SHAPE;
         out->queries += a[i].N_q;
         out->keys += a[i].tail.n + TILE;
@@ -3434,6 +3434,7 @@ dkv_result questions_read(Questions *out, const dkv_attention *a, int64_t n, con
         longest = most(longest, rows);
     }
     out->keys += longest;
+    if (out->b.type == DKV_F32) out->b.type = DKV_BF16; /* nobody has a key */
     typedef ProbeShape<256, false> Largest; /* others take what every device has */
     if (n && a->d_k > 128 && Largest::Q + 256 + 2 * Largest::STAGE > dev.shared) return DKV_ERR_DEVICE;
     if (n && (out->queries * a->H > 1 << 30 || out->keys > INT32_MAX || out->keys * a->Hkv / TILE > INT32_MAX))
