@@ -340,7 +340,8 @@ DKV_API dkv_result dkv_dry_run(dkv_stats *out, const dkv_pattern *p, int64_t T_c
 typedef struct dkv_shape { int32_t L, H, Hkv, d_k, d_v; } dkv_shape; /* d in 1..576 */
 
 /* Closed forms. packed = rows * (d_k + d_v) * element bytes over all (layer, KV head), and for i8 and fp8 their scales,
-   (d_k + d_v) * 4 bytes each; alloc adds the padding of the packed layout; dense is packed for all T_c positions. */
+   (d_k + d_v) * 4 bytes each; alloc adds the padding of the packed layout; dense is packed for all T_c positions.
+   Results beyond 2^63 are undefined. */
 DKV_API int64_t dkv_kv_bytes_packed(const dkv_plan *plan, const dkv_shape *s, dkv_type type);
 DKV_API int64_t dkv_kv_bytes_alloc(const dkv_plan *plan, const dkv_shape *s, dkv_type type);
 DKV_API int64_t dkv_kv_bytes_dense(const dkv_shape *s, dkv_type type, int64_t T_c);
@@ -415,8 +416,9 @@ typedef struct dkv_parallel {
 /* a[n]: a batch of any mix of lengths, heads and layers; n = 1 for one. The workspace serves nth threads and keys of
    any length; 64-byte aligned. All checks happen before anything is written:
    SHAPE, TYPE, FIELD (scale or softcap negative or not finite), STATE (a layer not packed yet), CAPACITY (workspace),
-   ALIGN, OVERLAP (out or lse with an input, each other or the workspace). dkv_attend_size looks at no memory. par NULL:
-   OpenMP if compiled in, with as many threads as the workspace serves, else this thread alone. */
+   ALIGN, OVERLAP (out or lse with an input, each other or the workspace, from first to last byte, of each attention
+   alone). dkv_attend_size looks at no memory. par NULL: OpenMP if compiled in, with as many threads as the workspace
+   serves, else this thread alone. */
 DKV_API dkv_result dkv_attend_size(size_t *bytes, const dkv_attention *a, int64_t n, int nth);
 DKV_API dkv_result dkv_attend(const dkv_attention *a, int64_t n, void *ws, size_t ws_bytes, const dkv_parallel *par);
 
@@ -476,10 +478,10 @@ DKV_API dkv_result dkv_cache_restore(dkv_cache **out, const void *data, size_t b
 /* ---- retrieval score (paper 3.1) ----------------------------------------- */
 
 /* rank[N_q][H] <- how many keys of query n's row come before row source[n] of the context, by logit, ties by position;
-   NaN comes before everything. A head retrieves if rank < 5. The row is causal and ungated, context and tail, and no
-   row of logits is ever in memory. source[n] -1: not asked, and rank is -1 for its heads. Of a, only H, Hkv, d_k, N_q,
-   q, scale and the segments' K matter; context must hold all heads' rows up to the source (SHAPE). Workspace, threads
-   and errors as for dkv_attend. rank may not overlap any input. */
+   NaN comes before everything, and last where it is the source's. A head retrieves if rank < 5. The row is causal and
+   ungated, context and tail, and no row of logits is ever in memory. source[n] -1: not asked, and rank is -1 for its
+   heads. Of a, only H, Hkv, d_k, N_q, q, scale and the segments' K matter; context must hold all heads' rows up to the
+   source (SHAPE). Workspace, threads and errors as for dkv_attend. rank may not overlap any input. */
 DKV_API dkv_result dkv_score_size(size_t *bytes, const dkv_attention *a, int nth);
 DKV_API dkv_result dkv_score(int64_t *rank, const dkv_attention *a, const int64_t *source, void *ws, size_t ws_bytes,
                              const dkv_parallel *par);

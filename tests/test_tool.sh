@@ -168,12 +168,22 @@ equal "info: nothing to compress" "$(key "$t/info.json" logical_ratio) $(key "$t
 "$DKV" info $SHIPPED --ctx 7900 > "$t/info.txt"
 holds "info: text names both ratios" sh -c "grep -q 'logical ratio' '$t/info.txt' && grep -q 'physical ratio' '$t/info.txt'"
 
+refused "an unknown letter among others" 2 "no option -x" "$DKV" info -xz $SHIPPED
+refused "a value where none goes" 2 "--json=3 takes no value" "$DKV" info --json=3 $SHIPPED
+
 # ---- plot
 if command -v gnuplot > /dev/null; then
     holds "plot" "$DKV" plot $SHIPPED -o "$t/a '\$b.png"
     equal "plot: nothing on the terminal" "$(cat "$t/out")" ""
     equal "plot: a PNG" "$(head -c 8 "$t/a '\$b.png" | od -An -tx1 | tr -d ' ')" 89504e470d0a1a0a
     refused "plot: unwritable" 1 "cannot write /nowhere/x.png" "$DKV" plot $SHIPPED -o /nowhere/x.png
+    refused "plot: a full disk" 1 "cannot write /dev/full: No space" "$DKV" plot $SHIPPED -o /dev/full
+    echo old > "$t/old.png"
+    mkdir "$t/half"
+    printf '#!/bin/sh\nexec head -c 100\n' > "$t/half/gnuplot"
+    chmod +x "$t/half/gnuplot"
+    refused "plot: half a picture" 1 "could not write all" env PATH="$t/half:$PATH" "$DKV" plot $SHIPPED -o "$t/old.png"
+    equal "plot: which ruins nothing" "$(cat "$t/old.png")" old
 else
     skip "plot" "no gnuplot"
 fi
@@ -282,6 +292,13 @@ bits() { tail -c +257 "$1" | head -c -4 | od -An -tx1; }
 equal "import: the heads chosen" "$(bits "$t/d.dkv")" "$(bits "$t/e.dkv")"
 refused "import: no source" 2 "give one source" "$DKV" import -o "$t/x.dkv"
 refused "import: no output" 2 "where to" "$DKV" import "$t/duo"
+refused "import: two ways to choose" 2 "give one" "$DKV" import "$t/duo" --query-heads 6 --bins 4 --physical 0.5 --threshold 0.4 \
+    -o "$t/x.dkv"
+refused "import: other KV heads" 1 "has 2 KV heads, --kv-heads says 3" "$DKV" import "$t/duo" --query-heads 6 --kv-heads 3 \
+    --bins 4 -o "$t/x.dkv"
+mkdir "$t/duo2" && cp "$t/duo/full_attention_heads.tsv" "$t/duo2"
+holds "import: sink and recent instead of config.json" "$DKV" import "$t/duo2" --query-heads 6 --bins 4 --sink 8 --recent 16 \
+    -o "$t/x.dkv"
 refused "import: no query heads" 2 "how many query heads" "$DKV" import "$t/duo" --bins 4 -o "$t/x.dkv"
 refused "import: no bins" 2 "how many bins" "$DKV" import "$t/duo" --query-heads 6 -o "$t/x.dkv"
 refused "import: uneven heads" 1 "evenly" "$DKV" import "$t/duo" --query-heads 5 --bins 4 -o "$t/x.dkv"
@@ -309,6 +326,9 @@ if [ -r "$MODEL" ]; then
     data --show 1 --filler "$t/whales"
     holds "data: another filler" grep -q 'Whales sing at night.$' "$t/data"
     refused "data: too short" 1 "full bins" "$DKV" data -m "$MODEL" --ctx 1300
+    refused "data: no such context" 2 "must be below 4" "$DKV" data -m "$MODEL" --ctx 2048 --recent 256 --first 9
+    holds "data: a needle at the end" "$DKV" data -m "$MODEL" --ctx 480 --bin-width 32 --sink 32 --recent 0 --show 9
+    holds "data: no further than that" sh -c "! grep -q endoftext '$t/out'"
 else
     skip "data" "no $MODEL"
 fi

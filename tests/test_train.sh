@@ -89,10 +89,12 @@ EOF
     refused "probe: not whole bins" 1 "--ctx 500 is not sink + recent + whole bins of 96; 480 is" probe -o "$t/x" --ctx 500
     refused "probe: no room for questions" 1 "takes 2048 tokens; at most --ctx 1728" probe -o "$t/x" --ctx 2016
     holds "probe: what has room" probe --dry-run --ctx 1728
-    refused "probe: no room for any" 1 "and sink and recent are 1864" probe -o "$t/x" --ctx 2056 --recent 1832
+    refused "probe: no room for any" 1 "and sink, recent and one bin are 1960" probe -o "$t/x" --ctx 2056 --recent 1832
     refused "probe: more needles than bins" 1 "4 bins and asks about 5; lower --needles" probe -o "$t/x" --needles 5
     refused "probe: no room for a cache" 1 "more than --kv-memory" probe -o "$t/x" --kv-memory 0.000001
     refused "probe: unwritable" 1 "cannot write /nowhere/x" probe -o /nowhere/x
+    refused "probe: one file for both" 2 "name the same file" probe -o "$t/x" --resume "$t/x"
+    refused "probe: bins that never fit" 1 "one bin are 2288 tokens, and 1792 fit" "$DKV" probe -m "$M" -o "$t/x" --sink 2000
     probe --dry-run > "$t/out" 2> "$t/err"
     holds "probe: --dry-run" grep -q '^probe: 32 prefills of 480 tokens.*64 questions' "$t/err"
     adds_up() { # adds_up FORMULA: of the numbers of the last line of err, with its last, a time, within 1 % and a second
@@ -192,6 +194,11 @@ EOF
     holds "train: the reference recipe" train --recipe reference --rho 0.25 -o "$t/ref.dkv"
     equal "train: which is logical" "$(about "$t/ref.dkv" budget ones rho tool)" \
         "logical 8 0.25 $("$DKV" --version) train --recipe reference"
+    refused "train: one file for both" 2 "name the same file" train --rho 0.25 -o "$t/x" --resume "$t/x"
+    refused "train: a slope beyond numbers" 1 "lower --power or --lambda" train --rho 0.1 -o "$t/x" --power 64 --anneal 0,0
+    ln -s nothing.dkv "$t/link.dkv"
+    holds "train: a link to what is not there" train --rho 0.25 -o "$t/link.dkv" --steps 0,0 --anneal 0,0
+    holds "train: which is then" test -f "$t/nothing.dkv"
     holds "train: query heads, cells" train --gates query --rho 0.25 -o "$t/query.dkv"
     equal "train: whole groups" "$(about "$t/query.dkv" budget cells ones)" "physical 4 8"
     holds "train: heads only" train --head-only --rho 0.4 -o "$t/head.dkv"
@@ -252,6 +259,14 @@ EOF
     holds "score: another split, other questions" [ "$(key "$t/j" data_hash)" != "$(key "$t/j2" data_hash)" ]
     refused "score: another model's pattern" 1 "kv20.dkv is for 30 layers" \
         "$DKV" score -m "$M" --ctx 480 -p examples/patterns/smollm2-135m-kv20.dkv --bin-width 96 --sink 32 --recent 64
+    score -p "$t/full.dkv,$t/p.dkv,$t/query.dkv" --json > "$t/j2" # the last two keep as many cells
+    equal "score: beside the first of as many cells" "$(key "$t/j2" pattern | xargs)" "full.dkv p.dkv"
+    mkdir "$t/a" && cp "$t/p.dkv" "$t/a"
+    score -p "$t/p.dkv,$t/a/p.dkv" --json > "$t/j2"
+    equal "score: files of one name" "$(key "$t/j2" name | xargs)" "dense $t/p.dkv $t/a/p.dkv"
+    score -p "$t/p.dkv" --recent 160 --json > "$t/j2"
+    equal "score: as much as the pattern reaches" "$(key "$t/j2" context_tokens)" 480
+    refused "score: an empty name" 2 "a comma without a name" score -p "$t/p.dkv,"
     refused "score: beyond the pattern" 1 "p.dkv reaches 480 tokens, not 576" score -p "$t/p.dkv" --ctx 576
     "$DKV" pattern --kind full --like "$M" -o "$t/all.dkv"
     refused "score: a pattern of all that the model takes" 1 "takes 2048 tokens; at most --ctx 1792" \

@@ -38,12 +38,14 @@ static void print_text(const int32_t *ids, int64_t n, int64_t from, int64_t to) 
 
 static void print_needle(const lm_needles *n, const lm_haystack *h, const int32_t *ids, int64_t i) {
     const lm_needle *x = &h->needle[i];
-    int64_t end = T_c - R - W * x->bin, around = 8, first, at = x->begin - around;
+    const int64_t end = T_c - R - W * x->bin, around = 8;
+    const int64_t at = x->begin > around ? x->begin - around : 0, to = x->end + around < T_c ? x->end + around : T_c;
+    int64_t first;
     lm_ids suffix = {0};
     printf("\n  bin %lld, positions %lld..%lld; line %lld..%lld, value %lld..%lld, %lld tokens from the end\n",
            (long long)x->bin, (long long)(end - W), (long long)end - 1, (long long)x->begin, (long long)x->end - 1,
            (long long)x->source, (long long)(x->source + x->n_value - 1), (long long)(T_c - x->source));
-    print_text(ids + at, x->end + around - at, x->source - at, x->source + x->n_value - at);
+    print_text(ids + at, to - at, x->source - at, x->source + x->n_value - at);
     if (lm_needles_query(n, h, i, &suffix, &first)) fail("out of memory");
     printf("  its suffix, %lld tokens\n", (long long)suffix.n);
     print_text(suffix.v, suffix.n, first, suffix.n);
@@ -63,7 +65,7 @@ static void print_summary(const lm_needles *n) {
     int64_t bins = lm_needles_bins(n), contexts = lm_needles_contexts(n);
     printf("%lld tokens: sink %lld, %lld full bins of %lld, recent %lld\n", (long long)T_c, (long long)S,
            (long long)bins, (long long)W, (long long)R);
-    printf("a manifest: %lld contexts of %lld needles; a step: %lld contexts, %lld queries\n", (long long)contexts,
+    printf("a manifest: %lld contexts of %lld needles; a round: %lld contexts, %lld queries\n", (long long)contexts,
            (long long)per_context, (long long)(contexts * LM_KINDS * LM_WORDINGS),
            (long long)(contexts * per_context * LM_KINDS * LM_WORDINGS));
 }
@@ -102,6 +104,8 @@ int command_data(int argc, char **argv) {
     if (lm_tokenizer_open(&t, g, err, sizeof err)) fail("%s: %s", model_path, err);
     if (lm_chat_open(&chat, g, t, NULL, NULL, err, sizeof err)) fail("%s: %s", model_path, err);
     if (lm_needles_open(&n, t, &chat, &o, err, sizeof err)) fail("%s", err);
+    if (show && first_context >= lm_needles_contexts(n))
+        usage("--first must be below %lld, the contexts of a manifest", (long long)lm_needles_contexts(n));
     tokens = t;
     print_summary(n);
     int32_t *ids = allocate((size_t)T_c, sizeof *ids);

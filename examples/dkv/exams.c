@@ -99,12 +99,15 @@ void find_lengths(exam_options *o, int64_t n_ctx) {
     if (o->R < 0) o->R = small ? 256 : 1024;
     int64_t ends = o->S + o->R, most = n_ctx - QUESTION_ROOM;
     if (small && most > CPU_CONTEXT) most = CPU_CONTEXT;
+    if (o->T_c < 0 && most < ends + o->W)
+        fail("sink, recent and one bin are %lld tokens, and %lld fit; lower --sink, --recent or --bin-width",
+             (long long)(ends + o->W), (long long)(most > 0 ? most : 0));
     if (o->T_c < 0) o->T_c = ends + (most - ends) / o->W * o->W;
     int64_t bins = (o->T_c - ends) / o->W, fits = ends + (n_ctx - QUESTION_ROOM - ends) / o->W * o->W;
     if (o->T_c > n_ctx - 64)
         fail("--ctx %lld leaves no room for questions: the model takes %lld tokens%s%lld", (long long)o->T_c,
-             (long long)n_ctx, fits > ends ? "; at most --ctx " : ", and sink and recent are ",
-             (long long)(fits > ends ? fits : ends));
+             (long long)n_ctx, fits > ends ? "; at most --ctx " : ", and sink, recent and one bin are ",
+             (long long)(fits > ends ? fits : ends + o->W));
     if (bins < 1 || ends + bins * o->W != o->T_c)
         fail("--ctx %lld is not sink + recent + whole bins of %lld; %lld is", (long long)o->T_c, (long long)o->W,
              (long long)(ends + (bins < 1 ? 1 : bins) * o->W));

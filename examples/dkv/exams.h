@@ -52,7 +52,7 @@ typedef struct {
     {0, "seed", "N", OPT_INT, &(o).seed, 0, TWO_53, "of everything that is random (default: 0)"},                   \
     {0, "device", "cpu|cuda", OPT_CHOICE, &(o).place, 0, 0, "where to run (default: cpu)"},                         \
     {'t', "threads", "N", OPT_INT, &(o).threads, 1, 1024, "(default: all processors)"},                             \
-    {0, "kv-memory", "GB", OPT_REAL, &(o).kv_gb, 0, 1e6, "for caches of contexts (default: 8; cuda: 64)"}
+    {0, "kv-memory", "GB", OPT_REAL, &(o).kv_gb, 1e-6, 1e6, "for caches of contexts (default: 8; cuda: 64)"}
 
 #define LENGTH_OPTIONS(o, T, W_, S_, R_)                                                                            \
     {0, "ctx", "T", OPT_INT, &(o).T_c, 1, TWO_31, "sink, recent and whole bins (default: " T ")"},                  \

@@ -113,12 +113,13 @@ static double cut_of(const table *t, int64_t wanted, int64_t *ties) {
 static dkv_pattern import_duo(const char *folder) {
     char path[4096];
     snprintf(path, sizeof path, "%s/config.json", folder);
-    read_config(path);
+    if (S < 0 || R < 0) read_config(path);
     snprintf(path, sizeof path, "%s/full_attention_heads.tsv", folder);
     table t = read_table(path);
     shape_of_like(path, t.rows);
-    if (like && Hkv != t.columns)
-        fail("%s has %lld KV heads, %s has %lld", path, (long long)t.columns, like, (long long)Hkv);
+    if (Hkv && Hkv != t.columns)
+        fail("%s has %lld KV heads, %s says %lld", path, (long long)t.columns, like ? like : "--kv-heads",
+             (long long)Hkv);
     if (!H) usage("how many query heads? give --like MODEL.gguf or --query-heads");
     Hkv = t.columns;
     if (!D && context > S + R) D = (context - S - R + W - 1) / W;
@@ -148,8 +149,9 @@ static dkv_pattern import_torch(const char *path) {
     if (physical >= 0 || threshold >= 0) usage("--physical and --threshold are for DuoAttention; a .pt file has bits");
     if (D || context) usage("a .pt file has its bins; leave --bins and --ctx out");
     shape_of_like(path, t.dim[0]);
-    if (like && H != t.dim[1])
-        fail("%s has %lld query heads, %s has %lld", path, (long long)t.dim[1], like, (long long)H);
+    if (H && H != t.dim[1])
+        fail("%s has %lld query heads, %s says %lld", path, (long long)t.dim[1], like ? like : "--query-heads",
+             (long long)H);
     if (!Hkv) usage("how many KV heads? give --like MODEL.gguf or --kv-heads");
     H = t.dim[1], D = t.dim[2];
     if (S < 0) S = 128;
@@ -189,6 +191,7 @@ int command_import(int argc, char **argv) {
     if (argc != 1) usage("give one source; see dkv import --help");
     if (!output) usage("where to? give -o FILE.dkv");
     if (D && context) usage("--bins and --ctx say the same thing; give one");
+    if (physical >= 0 && threshold >= 0) usage("--physical and --threshold say the same thing; give one");
     if (like && (H || Hkv || d)) usage("--like gives the shape; leave --query-heads and the others out");
     check_model_id(model);
     if (stat(argv[0], &s)) fail("cannot read %s: %s", argv[0], strerror(errno));

@@ -204,9 +204,10 @@ static void draw_pattern(FILE *out, const dkv_pattern *p) {
 
 /* ---- the command --------------------------------------------------------- */
 
-static void check_output(const char *path) {
-    FILE *f = fopen(path, "wb");
-    if (!f || fclose(f)) fail("cannot write %s: %s", path, strerror(errno));
+/* gnuplot does not say whether all of it could be written; a PNG ends in this chunk. */
+static bool is_whole(const char *png, size_t bytes) {
+    static const char END[] = "IEND\xae\x42\x60\x82";
+    return bytes > 8 && !memcmp(png + bytes - 8, END, 8);
 }
 
 int command_plot(int argc, char **argv) {
@@ -223,14 +224,27 @@ int command_plot(int argc, char **argv) {
     if (of_scores) load_scores(&s, argv[0]);
     else load_pattern(&p, argv[0]);
     if (system("command -v gnuplot >/dev/null 2>&1")) fail("plot needs gnuplot; install it (Debian: gnuplot-nox)");
-    check_output(output);
-    setenv("DKV_PNG", output, 1);
+    check_writable(output);
+    char *drawn;
+    const char *folder = getenv("TMPDIR");
+    if (asprintf(&drawn, "%s/dkv_plot_XXXXXX", folder && *folder ? folder : "/tmp") < 0) fail("out of memory");
+    const int file = mkstemp(drawn);
+    if (file < 0 || close(file)) fail("cannot write %s: %s", drawn, strerror(errno));
+    setenv("DKV_PNG", drawn, 1);
     signal(SIGPIPE, SIG_IGN); /* a gnuplot that stops early is reported below */
     FILE *out = popen("exec gnuplot >\"$DKV_PNG\"", "w");
     if (!out) fail("cannot start gnuplot: %s", strerror(errno));
     if (of_scores) draw_scores(out, &s);
     else draw_pattern(out, &p);
-    if (pclose(out)) fail("gnuplot could not draw %s (its own message is above)", output);
+    const bool failed = pclose(out);
+    size_t bytes;
+    char *png = read_file(drawn, &bytes);
+    remove(drawn);
+    if (failed) fail("gnuplot could not draw %s (its own message is above)", output);
+    if (!is_whole(png, bytes)) fail("gnuplot could not write all of %s; is that disk full?", drawn);
+    write_file(output, png, bytes);
+    free(png);
+    free(drawn);
     free_scores(&s);
     dkv_pattern_free(&p, NULL);
     return 0;

@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include "score.h"
 
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,13 +21,15 @@ static bool with_controls, json;
 
 static method methods[MAX_METHODS];
 static int n_methods = 1; /* DENSE */
+static const char *paths[MAX_METHODS];
+static int n_paths;
 static int64_t windows, window;
 
 static const char NOTES[] =
     "physical    kept share of KV rows between sink and recent; total: with both, what memory follows\n"
     "loss        mean cross-entropy of the value's tokens, by question\n"
     "to dense    the paired difference of losses, with a 95 % interval: 10,000 resamples of whole contexts; in the\n"
-    "            same way of a control to its pattern, and of a pattern to the first of as many cells, or to the first\n"
+    "            same way of a control to its pattern, and of a pattern to the first of as many cells, else the first\n"
     "KL          mean divergence of the value tokens' distributions from the dense ones\n"
     "exact       all value tokens of a question are the likeliest ones: greedy decoding would give the value; with\n"
     "            Wilson's 95 % interval\n"
@@ -35,6 +38,13 @@ static const char NOTES[] =
     "Wordings, keys and filler of the splits are disjoint, from each other and from those of dkv train.\n";
 
 /* ---- methods ------------------------------------------------------------- */
+
+/* A file's name, or where several share it the path. */
+static const char *name_of(const char *path) {
+    for (int i = 0; i < n_paths; i++)
+        if (paths[i] != path && !strcmp(base_name(paths[i]), base_name(path))) return path;
+    return base_name(path);
+}
 
 __attribute__((format(printf, 2, 3))) static method *add_method(const dkv_pattern *p, const char *format, ...) {
     if (n_methods == MAX_METHODS) usage("at most %d methods at a time", MAX_METHODS - 1);
@@ -55,7 +65,7 @@ static void measure_method(method *m, const dkv_pattern *p, int64_t T_c) {
 }
 
 static void add_control(const dkv_pattern *p, int of, int kind, const score_table *s, const char *path, int64_t T_c) {
-    method *m = add_method(p, "%s %s", base_name(path), control_name(kind));
+    method *m = add_method(p, "%s %s", name_of(path), control_name(kind));
     m->against = of;
     make_control(m->cells, kind, p, s->score, (uint64_t)control_seed);
     dkv_pattern c = pattern_of_cells(p, m->cells);
@@ -84,11 +94,11 @@ static void add_controls(const dkv_pattern *p, int of, const score_table *s, con
         if (kind != CONTROL_SCORES_ONLY || scores_path) add_control(p, of, kind, s, path, T_c);
 }
 
-/* What a pattern is compared with: the first of as many cells, or else the first of all. */
+/* What a pattern is compared with: the first of as many cells of its width, or else the first of all. */
 static int rival(int index) {
     if (index == FIRST) return DENSE;
     for (int i = FIRST; i < index; i++)
-        if (methods[i].n_cells == methods[index].n_cells) return i;
+        if (methods[i].n_cells == methods[index].n_cells && methods[i].gating.W == methods[index].gating.W) return i;
     return FIRST;
 }
 
@@ -104,7 +114,7 @@ static void add_pattern(const exams *x, const dkv_pattern *whole, const char *pa
     }
     dkv_pattern p = cut_pattern(whole, D);
     const int index = n_methods;
-    method *m = add_method(&p, "%s", base_name(path));
+    method *m = add_method(&p, "%s", name_of(path));
     pattern_cells(m->cells, &p);
     measure_method(m, &p, T_c);
     m->against = rival(index);
@@ -119,6 +129,9 @@ static void grade_batch(void *user, const lm_exam *e, int64_t n, int64_t first) 
     exams *x = user;
     const int64_t at = first * x->per_context;
     if (lm_grade_reference(x->learner, e, n, methods[DENSE].grade + at)) fail_model(x);
+    for (int64_t i = at; i < at + n * x->per_context; i++)
+        if (!isfinite(methods[DENSE].grade[i].loss))
+            fail("%s answers with what is no number; is it damaged?", o.model_path);
     for (method *m = methods + 1; m < methods + n_methods; m++)
         if (lm_grade(x->learner, e, n, &m->gating, m->grade + at)) fail_model(x);
     show_line("score: %lld of %lld contexts, %s left", (long long)(first + n), (long long)x->contexts,
@@ -162,22 +175,22 @@ static void grade_text(exams *x) {
 
 /* ---- the command --------------------------------------------------------- */
 
-/* Lengths of the first pattern where none are given. */
+/* Lengths of the first pattern where none are given; of the context, as many whole bins as it reaches. */
 static void lengths_of(const dkv_pattern *p) {
     if (o.W < 0) o.W = p->W;
     if (o.S < 0) o.S = p->S;
     if (o.R < 0) o.R = p->R;
-    if (o.T_c < 0 && o.W == p->W && o.S == p->S && o.R == p->R) o.T_c = dkv_max_context(p);
+    const int64_t ends = o.S + o.R, reach = dkv_max_context(p);
+    if (o.T_c < 0 && reach > ends) o.T_c = ends + (reach - ends) / o.W * o.W;
 }
 
-/* Patterns of a list between commas, which is cut into their names. Returns how many. */
-static int load_list(dkv_pattern *p, const char **path, char *list) {
-    int n = 0;
-    for (char *name; (name = strsep(&list, ",")); n++) {
-        if (n == MAX_METHODS) usage("at most %d patterns at a time", MAX_METHODS);
-        load_pattern(&p[n], path[n] = name);
+/* Patterns of a list between commas, which is cut into their paths. */
+static void load_list(dkv_pattern *p, char *list) {
+    for (char *path; (path = strsep(&list, ",")); n_paths++) {
+        if (n_paths == MAX_METHODS) usage("at most %d patterns at a time", MAX_METHODS);
+        if (!*path) usage("-p has a comma without a name beside it");
+        load_pattern(&p[n_paths], paths[n_paths] = path);
     }
-    return n;
 }
 
 int command_score(int argc, char **argv) {
@@ -200,15 +213,14 @@ int command_score(int argc, char **argv) {
     if (!patterns || !*patterns) usage("which patterns? give -p P.dkv,Q.dkv,...");
     if (scores_path && !with_controls) usage("--scores goes with --controls");
     dkv_pattern p[MAX_METHODS];
-    const char *path[MAX_METHODS];
     char *list = strdup(patterns);
-    int n = load_list(p, path, list);
+    load_list(p, list);
     lengths_of(&p[0]);
     o.split = split ? LM_REPORT : LM_CHOOSE;
     exams x;
     open_exams(&x, &o);
     methods[DENSE] = (method){.name = "dense", .logical = 1, .physical = 1, .total = 1};
-    for (int i = 0; i < n; i++) add_pattern(&x, &p[i], path[i]);
+    for (int i = 0; i < n_paths; i++) add_pattern(&x, &p[i], paths[i]);
     for (method *m = methods; m < methods + n_methods; m++)
         m->grade = allocate((size_t)(x.contexts * x.per_context), sizeof *m->grade);
     if (isatty(STDERR_FILENO))
@@ -220,7 +232,7 @@ int command_score(int argc, char **argv) {
     if (json) print_gradings_json(&g);
     else print_gradings(&g);
     for (method *m = methods; m < methods + n_methods; m++) free(m->cells), free(m->grade);
-    for (int i = 0; i < n; i++) dkv_pattern_free(&p[i], NULL);
+    for (int i = 0; i < n_paths; i++) dkv_pattern_free(&p[i], NULL);
     free(list);
     close_exams(&x);
     return 0;

@@ -110,6 +110,8 @@ char **parse_options(int *argc, char **argv, const tool_option *options, const c
     for (int c; (c = getopt_long(*argc, argv, shorts, longs, NULL)) != -1;) {
         if (c == 'h') print_help(options, synopsis, notes);
         if (c == ':') usage("%s needs a value; see dkv %s --help", argv[optind - 1], argv[0]);
+        if (c == '?' && optopt >= LONG_ONLY) usage("%s takes no value; see dkv %s --help", argv[optind - 1], argv[0]);
+        if (c == '?' && optopt) usage("no option -%c; see dkv %s --help", optopt, argv[0]);
         if (c == '?') usage("no option %s; see dkv %s --help", argv[optind - 1], argv[0]);
         int i = c - LONG_ONLY;
         if (c < LONG_ONLY)
@@ -161,20 +163,42 @@ static bool replaceable(const char *path) {
     return lstat(path, &s) || S_ISREG(s.st_mode);
 }
 
+/* What is renamed to path when it is complete. */
+static char *beside_of(const char *path) {
+    char *beside;
+    if (asprintf(&beside, "%s.tmp", path) < 0) fail("out of memory");
+    return beside;
+}
+
+/* Whether a file that is not there can be made; where a link leads to, too. */
+static bool creatable(const char *path) {
+    FILE *f = fopen(path, "ab");
+    char *made = f ? realpath(path, NULL) : NULL;
+    if (f) fclose(f);
+    if (made) remove(made);
+    free(made);
+    return f;
+}
+
+static bool openable(const char *path) {
+    struct stat s;
+    if (stat(path, &s)) return creatable(path);
+    if (S_ISDIR(s.st_mode)) errno = EISDIR;
+    return !S_ISDIR(s.st_mode) && !access(path, W_OK);
+}
+
 void check_writable(const char *path) {
     struct stat s;
-    char *folder;
+    char *beside = beside_of(path);
     if (!*path) fail("a file to write needs a name");
-    if (asprintf(&folder, "%.*s.", (int)(base_name(path) - path), path) < 0) fail("out of memory");
     if (!stat(path, &s) && S_ISDIR(s.st_mode)) errno = EISDIR, cannot_write(path);
-    if (access(replaceable(path) ? folder : path, W_OK)) cannot_write(path);
-    free(folder);
+    if (!openable(replaceable(path) ? beside : path)) cannot_write(path);
+    free(beside);
 }
 
 void write_file(const char *path, const void *data, size_t bytes) {
     const bool replaced = replaceable(path);
-    char *beside;
-    if (asprintf(&beside, "%s.tmp", path) < 0) fail("out of memory");
+    char *beside = beside_of(path);
     FILE *f = fopen(replaced ? beside : path, "wb");
     if (!f) cannot_write(path);
     bool written = fwrite(data, 1, bytes, f) == bytes;

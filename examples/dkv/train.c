@@ -33,8 +33,8 @@ static const char SYNOPSIS[] = "dkv train -m MODEL.gguf [-s S.dks] --rho RATIO -
 
 static const char NOTES[] =
     "recipes     ours        one gate per KV head, a budget in cells that falls from 0.6, halving every 32 steps; 8\n"
-    "                        steps before, 24 after, each in one wording; lr 0.1, 8 needles in a context, 8 rounds; the\n"
-    "                        penalty grows with the ninth power of expected share / budget, lambda 1\n"
+    "                        steps before, 24 after, each in one wording; lr 0.1, 8 needles in a context, 8 rounds;\n"
+    "                        the penalty grows with the ninth power of expected share / budget, lambda 1\n"
     "            reference   the paper's: one gate per query head, a logical budget; 16 + 28 steps, lr 0.01,\n"
     "                        lambda 0.5, 4 needles, 4 rounds\n"
     "Other options change one thing of the recipe. Lengths and bins are those of the scores; without scores all\n"
@@ -116,6 +116,7 @@ static void check_outputs(void) {
     for (int64_t i = 0; i < n_rhos && !dry_run; i++) {
         char *name = output_name(rhos[i]);
         check_writable(name);
+        if (resume && !strcmp(name, resume)) usage("-o and --resume name the same file, %s; give another", name);
         free(name);
     }
     if (resume) check_writable(resume);
@@ -214,6 +215,8 @@ static report take_step(trainer *t) {
     memset(t->da, 0, (size_t)t->n * sizeof *t->da);
     each_batch(t->x, turn * part, part, learn_batch, &(step_part){t, &g, &out});
     const double slope = penalty_slope(&r, &p, out.expected, t->n); /* a part's questions weigh 1 / parts together */
+    if (!isfinite((float)slope))
+        fail("step %lld: the penalty's slope is %g; lower --power or --lambda", (long long)step + 1, slope);
     dkv_gates_penalty(t->da, &t->g, now(t), budget, (float)(slope / (double)r.parts));
     out.loss *= (double)r.parts;
     out.exact /= (double)out.questions;
@@ -446,7 +449,7 @@ int command_train(int argc, char **argv) {
         {0, "lr", "X", OPT_REAL, &given.rate, 1e-9, 100, "learning rate"},
         {0, "lr-end", "X", OPT_REAL, &given.rate_end, 0, 100, "and at the last of B, linearly (default: the same)"},
         {0, "lambda", "X", OPT_REAL, &given.lambda, 0, 1e6, "weight of the penalty"},
-        {0, "power", "N", OPT_INT, &given.power, 0, 64, "of share / budget that it grows with; 0: the paper's, of the share"},
+        {0, "power", "N", OPT_INT, &given.power, 0, 64, "of share / budget that it grows with; 0: as the share"},
         {0, "ramp", "N", OPT_INT, &given.ramp, 0, 1e6, "steps until lambda is reached (default: the recipe's)"},
         {0, "anneal", "FROM,N", OPT_TEXT, &anneal, 0, 0, "the budget falls to rho, halving every N steps"},
         {0, "head-only", NULL, OPT_FLAG, &head_only, 0, 0, "one gate for all bins of a head: a control"},

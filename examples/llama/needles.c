@@ -270,7 +270,7 @@ int lm_needles_context(const lm_needles *n, lm_haystack *out, int32_t *ids, int 
         else if (encode_line(n, kind, x, &lines))
             bad = snprintf(err, err_size, "out of memory");
         else if (place(n, x, &state))
-            bad = snprintf(err, err_size, "needles: a line of %lld tokens does not fit a bin of %lld",
+            bad = snprintf(err, err_size, "needles: a line of %lld tokens does not fit a bin of %lld; take wider bins",
                            (long long)(x->end - x->begin), (long long)n->o.W);
     }
     if (!bad) assemble(n, out, ids, n->stream.v + below(&state, n->period), lines.v);
