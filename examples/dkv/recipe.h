@@ -30,9 +30,9 @@ typedef struct {
 int64_t reach(const recipe *r, double rho);                /* the first step at rho itself; B follow, the last */
 step_plan schedule(const recipe *r, int64_t t, double rho); /* of step t = 0, 1, .., reach + B - 1 */
 
-/* What the gradient of the expected share e is multiplied with. Of a power: Top-K tells open gates apart only where e is
-   about rho; where e is larger it cuts through gates that are all sure to be open. So the slope grows with e / rho, and
-   e follows rho at any budget, the closer the higher the power. A budget below one of `units` counts as one. */
+/* What the gradient of the expected share e is multiplied with. Why a power: Top-K tells open gates apart only where e
+   is about rho; where e is larger it cuts through gates that are all sure to be open. So the slope grows with e / rho,
+   and e follows rho at any budget, the closer the higher the power. A budget below one of `units` counts as one. */
 double penalty_slope(const recipe *r, const step_plan *p, double expected, int64_t units);
 
 #endif
