@@ -321,6 +321,7 @@ int shared_of(int arch) {
 #define DKV__FEATURES 32
 #endif
 __global__ void __launch_bounds__(DKV__FEATURES) features() {}
+#undef DKV__FEATURES
 
 dkv_result device_read(Device *d) {
     int                id, major, minor;
@@ -3522,7 +3523,8 @@ extern "C" dkv_result dkv_cuda_score(int64_t *rank, const dkv_attention *a, int6
     }
     if (!small) post.flush();
     const dim3 grid((unsigned)least(ceil_div(ranks, 256), (int64_t)dev.sms));
-    r = launch(no_ranks, grid, 256, 0, dev.sm90, post.stream, rank, ranks);
+    r = post.result;
+    if (!r) r = launch(no_ranks, grid, 256, 0, dev.sm90, post.stream, rank, ranks);
     if (r || !p.n) return r;
     p.questions = small ? NULL : (const Attention *)ws;
     p.n_questions = (int32_t)n;
