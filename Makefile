@@ -135,7 +135,8 @@ lint:
 
 NVCC      = $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 CUDA_INC  = $(patsubst %/bin/nvcc,%/include,$(realpath $(NVCC)))
-NVCCFLAGS = -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=sm_80 -O3 -std=c++17 -cudart static
+NVCCFLAGS = -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=sm_80 \
+            -gencode arch=compute_80,code=compute_80 -O3 -std=c++17 -cudart static
 C         = build/cuda
 
 cuda: build/libdistance_kv_cuda.so $C/checked
