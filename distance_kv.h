@@ -625,8 +625,8 @@ typedef struct dkv_cuda_work {
 /* Prepares a[0..n-1] once for any number of launches: tile lists and tensor maps go to block (device, 128-byte
    aligned), partial results of a launch to ws (device, 128-byte aligned; launches on one stream may share one).
    context: packed by dkv_cuda_pack, or strided with equal rows, or empty. tail: strided. Both f16 or both bf16, and f16
-   behind i8 and fp8. d_k and d_v are multiples of 8, at most 256. Strides of 16 bytes, none
-   negative, with stride_dim = element take TMA, others slower loads.
+   behind i8 and fp8. d_k and d_v are multiples of 8, at most 256. Strides of 16 bytes, none negative, with stride_dim =
+   element take TMA, others slower loads.
    lengths: NULL, or device array [n] of the tails' lengths, read at each launch; then tail.n is what they may grow to
    (every row up to it must be readable, and may hold anything). A length beyond it counts as it.
    ctas: 0 for all multiprocessors, or a smaller grid. SHAPE, TYPE, FIELD, CAPACITY, ALIGN; DEVICE for want of shared

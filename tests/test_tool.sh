@@ -170,6 +170,7 @@ holds "info: text names both ratios" sh -c "grep -q 'logical ratio' '$t/info.txt
 
 refused "an unknown letter among others" 2 "no option -x" "$DKV" info -xz $SHIPPED
 refused "a value where none goes" 2 "--json=3 takes no value" "$DKV" info --json=3 $SHIPPED
+refused "nor here" 2 "--help=3 takes no value" "$DKV" info --help=3
 
 # ---- plot
 if command -v gnuplot > /dev/null; then
@@ -327,8 +328,9 @@ if [ -r "$MODEL" ]; then
     holds "data: another filler" grep -q 'Whales sing at night.$' "$t/data"
     refused "data: too short" 1 "full bins" "$DKV" data -m "$MODEL" --ctx 1300
     refused "data: no such context" 2 "must be below 4" "$DKV" data -m "$MODEL" --ctx 2048 --recent 256 --first 9
-    holds "data: a needle at the end" "$DKV" data -m "$MODEL" --ctx 480 --bin-width 32 --sink 32 --recent 0 --show 9
-    holds "data: no further than that" sh -c "! grep -q endoftext '$t/out'"
+    "$DKV" data -m "$MODEL" --ctx 480 --bin-width 32 --sink 32 --recent 0 --show 9 > "$t/data"
+    holds "data: a needle at the end" grep -q 'bin 0, positions 448..479' "$t/data"
+    holds "data: no further than that" sh -c "! grep -q endoftext '$t/data'"
 else
     skip "data" "no $MODEL"
 fi

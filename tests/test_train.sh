@@ -194,7 +194,10 @@ EOF
     holds "train: the reference recipe" train --recipe reference --rho 0.25 -o "$t/ref.dkv"
     equal "train: which is logical" "$(about "$t/ref.dkv" budget ones rho tool)" \
         "logical 8 0.25 $("$DKV" --version) train --recipe reference"
-    refused "train: one file for both" 2 "name the same file" train --rho 0.25 -o "$t/x" --resume "$t/x"
+    refused "train: one file for both" 2 "name the same file" train --rho 0.25 -o "$t/x" --resume "$t/./x"
+    refused "train: over its scores" 2 "name the same file" train --rho 0.25 -o "$t/s.dks"
+    mkdir "$t/way.dkv.tmp"
+    refused "train: a folder in the way" 1 "way.dkv.tmp is in the way" train --rho 0.25 -o "$t/way.dkv"
     refused "train: a slope beyond numbers" 1 "lower --power or --lambda" train --rho 0.1 -o "$t/x" --power 64 --anneal 0,0
     ln -s nothing.dkv "$t/link.dkv"
     holds "train: a link to what is not there" train --rho 0.25 -o "$t/link.dkv" --steps 0,0 --anneal 0,0
@@ -266,6 +269,7 @@ EOF
     equal "score: files of one name" "$(key "$t/j2" name | xargs)" "dense $t/p.dkv $t/a/p.dkv"
     score -p "$t/p.dkv" --recent 160 --json > "$t/j2"
     equal "score: as much as the pattern reaches" "$(key "$t/j2" context_tokens)" 480
+    refused "score: less than a bin" 1 "reaches 480 tokens; sink, recent and one bin are 528" score -p "$t/p.dkv" --recent 400
     refused "score: an empty name" 2 "a comma without a name" score -p "$t/p.dkv,"
     refused "score: beyond the pattern" 1 "p.dkv reaches 480 tokens, not 576" score -p "$t/p.dkv" --ctx 576
     "$DKV" pattern --kind full --like "$M" -o "$t/all.dkv"

@@ -98,7 +98,7 @@ void find_lengths(exam_options *o, int64_t n_ctx) {
     if (o->S < 0) o->S = small ? 32 : 128;
     if (o->R < 0) o->R = small ? 256 : 1024;
     int64_t ends = o->S + o->R, most = n_ctx - QUESTION_ROOM;
-    if (small && most > CPU_CONTEXT) most = CPU_CONTEXT;
+    if (small && most > CPU_CONTEXT && ends + o->W <= CPU_CONTEXT) most = CPU_CONTEXT;
     if (o->T_c < 0 && most < ends + o->W)
         fail("sink, recent and one bin are %lld tokens, and %lld fit; lower --sink, --recent or --bin-width",
              (long long)(ends + o->W), (long long)(most > 0 ? most : 0));

@@ -111,7 +111,7 @@ int command_probe(int argc, char **argv) {
     if (!o.model_path) usage("which model? give -m MODEL.gguf");
     if (!output && !dry_run) usage("where to? give -o S.dks");
     if (!dry_run) check_writable(output);
-    if (!dry_run && resume && !strcmp(output, resume))
+    if (!dry_run && resume && same_file(output, resume))
         usage("-o and --resume name the same file, %s; give another", output);
     if (resume) check_writable(resume);
     exams x;

@@ -176,12 +176,15 @@ static void grade_text(exams *x) {
 /* ---- the command --------------------------------------------------------- */
 
 /* Lengths of the first pattern where none are given; of the context, as many whole bins as it reaches. */
-static void lengths_of(const dkv_pattern *p) {
+static void lengths_of(const dkv_pattern *p, const char *path) {
     if (o.W < 0) o.W = p->W;
     if (o.S < 0) o.S = p->S;
     if (o.R < 0) o.R = p->R;
     const int64_t ends = o.S + o.R, reach = dkv_max_context(p);
-    if (o.T_c < 0 && reach > ends) o.T_c = ends + (reach - ends) / o.W * o.W;
+    if (o.T_c < 0 && reach < ends + o.W)
+        fail("%s reaches %lld tokens; sink, recent and one bin are %lld", path, (long long)reach,
+             (long long)(ends + o.W));
+    if (o.T_c < 0) o.T_c = ends + (reach - ends) / o.W * o.W;
 }
 
 /* Patterns of a list between commas, which is cut into their paths. */
@@ -215,7 +218,7 @@ int command_score(int argc, char **argv) {
     dkv_pattern p[MAX_METHODS];
     char *list = strdup(patterns);
     load_list(p, list);
-    lengths_of(&p[0]);
+    lengths_of(&p[0], paths[0]);
     o.split = split ? LM_REPORT : LM_CHOOSE;
     exams x;
     open_exams(&x, &o);

@@ -8,7 +8,7 @@ enum { DENSE, FIRST, MAX_METHODS = 256, MAX_WINDOWS = 16, WINDOW = 512 };
 
 /* One way to attend: a pattern's cells, or everything. */
 typedef struct {
-    char name[160];
+    char name[1024];
     int against;                     /* the method it is compared with besides dense; DENSE: none */
     unsigned char *cells;            /* [L][Hkv][D], NULL: dense */
     lm_gating gating;

@@ -110,7 +110,8 @@ char **parse_options(int *argc, char **argv, const tool_option *options, const c
     for (int c; (c = getopt_long(*argc, argv, shorts, longs, NULL)) != -1;) {
         if (c == 'h') print_help(options, synopsis, notes);
         if (c == ':') usage("%s needs a value; see dkv %s --help", argv[optind - 1], argv[0]);
-        if (c == '?' && optopt >= LONG_ONLY) usage("%s takes no value; see dkv %s --help", argv[optind - 1], argv[0]);
+        if (c == '?' && (optopt >= LONG_ONLY || optopt == 'h'))
+            usage("%s takes no value; see dkv %s --help", argv[optind - 1], argv[0]);
         if (c == '?' && optopt) usage("no option -%c; see dkv %s --help", optopt, argv[0]);
         if (c == '?') usage("no option %s; see dkv %s --help", argv[optind - 1], argv[0]);
         int i = c - LONG_ONLY;
@@ -180,20 +181,44 @@ static bool creatable(const char *path) {
     return f;
 }
 
-static bool openable(const char *path) {
+/* The folder that a file is or would be in, without links; NULL: there is none. */
+static char *folder_of(const char *path) {
+    char *folder;
+    if (asprintf(&folder, "%.*s.", (int)(base_name(path) - path), path) < 0) fail("out of memory");
+    char *real = realpath(folder, NULL);
+    free(folder);
+    return real;
+}
+
+/* A file beside path can be written and renamed to it. */
+static bool can_replace(const char *path) {
     struct stat s;
-    if (stat(path, &s)) return creatable(path);
-    if (S_ISDIR(s.st_mode)) errno = EISDIR;
-    return !S_ISDIR(s.st_mode) && !access(path, W_OK);
+    char *beside = beside_of(path), *folder = folder_of(path);
+    bool can = folder && !access(folder, W_OK);
+    if (can && lstat(beside, &s)) can = creatable(beside);
+    else if (can && !S_ISREG(s.st_mode)) fail("cannot write %s: %s is in the way", path, beside);
+    else can = can && !access(beside, W_OK);
+    const int why = errno;
+    free(beside);
+    free(folder);
+    errno = why;
+    return can;
 }
 
 void check_writable(const char *path) {
     struct stat s;
-    char *beside = beside_of(path);
     if (!*path) fail("a file to write needs a name");
-    if (!stat(path, &s) && S_ISDIR(s.st_mode)) errno = EISDIR, cannot_write(path);
-    if (!openable(replaceable(path) ? beside : path)) cannot_write(path);
-    free(beside);
+    const bool there = !stat(path, &s);
+    if (there && S_ISDIR(s.st_mode)) errno = EISDIR, cannot_write(path);
+    if (replaceable(path) ? !can_replace(path) : there ? access(path, W_OK) : !creatable(path)) cannot_write(path);
+}
+
+bool same_file(const char *a, const char *b) {
+    char *x = folder_of(a), *y = folder_of(b);
+    const bool same = x && y && !strcmp(x, y) && !strcmp(base_name(a), base_name(b));
+    free(x);
+    free(y);
+    return same;
 }
 
 void write_file(const char *path, const void *data, size_t bytes) {
