@@ -23,7 +23,7 @@ refused "probe: no output" 2 "where to" "$DKV" probe -m x
 refused "probe: no such model" 1 "$t/none" "$DKV" probe -m "$t/none" -o "$t/x"
 refused "train: no budget" 2 "how much" "$DKV" train -m x -s x
 refused "train: no output" 2 "where to" "$DKV" train -m x -s x --rho 0.2
-wrong() { name=$1 status=$2 text=$3; shift 3; refused "train: $name" $status "$text" "$DKV" train -m x -s x -o x "$@"; }
+wrong() { name=$1 status=$2 text=$3; shift 3; refused "train: $name" $status "$text" "$DKV" train -m x -s x -o y "$@"; }
 wrong "a ratio above 1" 2 "--rho must be" --rho 0.2,1.5
 wrong "no ratio" 2 "--rho must be" --rho 0.2,x
 wrong "one number of steps" 2 "--steps must be A,B" --rho 0.2 --steps 5
