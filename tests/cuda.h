@@ -80,18 +80,6 @@ static inline dkv_tensor host_tensor(int layout, dkv_type type, int64_t T, int64
     return (dkv_tensor){guarded((size_t)(T * token * e), 1), type, token * e, (d + 3) * e, e};
 }
 
-/* The bytes from the lowest element to the end of the highest; *low is where they begin, counted from t->data. */
-static inline size_t tensor_span(const dkv_tensor *t, int64_t T, int64_t heads, int64_t d, int64_t *low) {
-    int64_t last[] = {(T - 1) * t->stride_token, (heads - 1) * t->stride_head, (d - 1) * t->stride_dim}, high = 0;
-    *low = 0;
-    if (T <= 0 || heads <= 0 || d <= 0) return 0;
-    for (int i = 0; i < 3; i++) {
-        *low += last[i] < 0 ? last[i] : 0;
-        high += last[i] > 0 ? last[i] : 0;
-    }
-    return (size_t)(high - *low + oracle_bytes(t->type));
-}
-
 static inline dkv_tensor upload(const dkv_tensor *host, int64_t T, int64_t heads, int64_t d) {
     int64_t low;
     size_t bytes = tensor_span(host, T, heads, d, &low);

@@ -156,6 +156,18 @@ static inline void test_heap_free(void *user, void *ptr, size_t bytes) {
 
 enum { THD, HEAD_MAJOR, TRANSPOSED, REVERSED, BACKWARDS, UNALIGNED, LAYOUTS };
 
+/* The bytes from the lowest element to the end of the highest; *low is where they begin, counted from t->data. */
+static inline size_t tensor_span(const dkv_tensor *t, int64_t T, int64_t heads, int64_t d, int64_t *low) {
+    int64_t last[] = {(T - 1) * t->stride_token, (heads - 1) * t->stride_head, (d - 1) * t->stride_dim}, high = 0;
+    *low = 0;
+    if (T <= 0 || heads <= 0 || d <= 0) return 0;
+    for (int i = 0; i < 3; i++) {
+        *low += last[i] < 0 ? last[i] : 0;
+        high += last[i] > 0 ? last[i] : 0;
+    }
+    return (size_t)(high - *low + oracle_bytes(t->type));
+}
+
 /* [T][heads][d] in an exact guarded block of NaNs. REVERSED: all strides negative; BACKWARDS: the tokens' alone;
    UNALIGNED: odd byte strides. */
 static inline dkv_tensor new_tensor(int layout, dkv_type type, int64_t T, int64_t heads, int64_t d) {
@@ -165,11 +177,9 @@ static inline dkv_tensor new_tensor(int layout, dkv_type type, int64_t T, int64_
         {NULL, type, -heads * d * e, -d * e, -e}, {NULL, type, -heads * d * e, d * e, e},
         {NULL, type, token, head, odd},
     }, *x = &t[layout];
-    if (!T || !heads || !d) return *x;
-    int64_t last[] = {(T - 1) * x->stride_token, (heads - 1) * x->stride_head, (d - 1) * x->stride_dim};
-    int64_t span = e, low = 0;
-    for (int i = 0; i < 3; i++) span += last[i] < 0 ? -last[i] : last[i], low += last[i] < 0 ? last[i] : 0;
-    x->data = (char *)guarded((size_t)span, 1) - low;
+    int64_t low;
+    size_t bytes = tensor_span(x, T, heads, d, &low);
+    if (bytes) x->data = (char *)guarded(bytes, 1) - low;
     return *x;
 }
 
