@@ -92,6 +92,11 @@ void write_state(const char *path, uint64_t config, const void *data, size_t byt
 
 enum { QUESTION_ROOM = 256, CPU_CONTEXT = 2048 };
 
+int64_t whole_bins(const exam_options *o, int64_t most) {
+    const int64_t ends = o->S + o->R;
+    return ends + (most - ends) / o->W * o->W;
+}
+
 void find_lengths(exam_options *o, int64_t n_ctx) {
     const bool small = o->place == LM_CPU;
     if (o->W < 0) o->W = small ? 32 : 128;
@@ -102,8 +107,8 @@ void find_lengths(exam_options *o, int64_t n_ctx) {
     if (o->T_c < 0 && most < ends + o->W)
         fail("sink, recent and one bin are %lld tokens, and %lld fit; lower --sink, --recent or --bin-width",
              (long long)(ends + o->W), (long long)(most > 0 ? most : 0));
-    if (o->T_c < 0) o->T_c = ends + (most - ends) / o->W * o->W;
-    int64_t bins = (o->T_c - ends) / o->W, fits = ends + (n_ctx - QUESTION_ROOM - ends) / o->W * o->W;
+    if (o->T_c < 0) o->T_c = whole_bins(o, most);
+    int64_t bins = (o->T_c - ends) / o->W, fits = whole_bins(o, n_ctx - QUESTION_ROOM);
     if (o->T_c > n_ctx - 64)
         fail("--ctx %lld leaves no room for questions: the model takes %lld tokens%s%lld", (long long)o->T_c,
              (long long)n_ctx, fits > ends ? "; at most --ctx " : ", and sink, recent and one bin are ",

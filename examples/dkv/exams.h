@@ -66,6 +66,7 @@ typedef struct {
 /* Fills lengths that were not given: what the model takes, 256 tokens left for questions; on the CPU 2,048 tokens in
    small bins. Fails when T_c is not S + R and whole bins, one for each needle. */
 void find_lengths(exam_options *o, int64_t n_ctx);
+int64_t whole_bins(const exam_options *o, int64_t most); /* sink, recent and whole bins, of at most that many tokens */
 
 void open_exams(exams *x, const exam_options *o); /* fails with one line; x must not move */
 void close_exams(exams *x);

@@ -225,25 +225,23 @@ int command_plot(int argc, char **argv) {
     else load_pattern(&p, argv[0]);
     if (system("command -v gnuplot >/dev/null 2>&1")) fail("plot needs gnuplot; install it (Debian: gnuplot-nox)");
     check_writable(output);
-    char command[64];
-    FILE *drawn = tmpfile();
-    if (!drawn) fail("cannot make a temporary file: %s", strerror(errno));
-    snprintf(command, sizeof command, "exec gnuplot >/dev/fd/%d", fileno(drawn));
+    char drawn[32], command[64];
+    FILE *nameless = tmpfile();
+    if (!nameless) fail("cannot make a temporary file: %s", strerror(errno));
+    snprintf(drawn, sizeof drawn, "/dev/fd/%d", fileno(nameless));
+    snprintf(command, sizeof command, "exec gnuplot >%s", drawn);
     signal(SIGPIPE, SIG_IGN); /* a gnuplot that stops early is reported below */
     FILE *out = popen(command, "w");
     if (!out) fail("cannot start gnuplot: %s", strerror(errno));
     if (of_scores) draw_scores(out, &s);
     else draw_pattern(out, &p);
     if (pclose(out)) fail("gnuplot could not draw %s (its own message is above)", output);
-    fseek(drawn, 0, SEEK_END);
-    const size_t bytes = (size_t)ftell(drawn);
-    char *png = allocate(1, bytes + 1);
-    rewind(drawn);
-    if (fread(png, 1, bytes, drawn) != bytes || !is_whole(png, bytes))
-        fail("gnuplot could not write all of a picture; is the disk of temporary files full?");
+    size_t bytes;
+    char *png = read_file(drawn, &bytes);
+    if (!is_whole(png, bytes)) fail("gnuplot could not write all of a picture; is the disk of temporary files full?");
     write_file(output, png, bytes);
     free(png);
-    fclose(drawn);
+    fclose(nameless);
     free_scores(&s);
     dkv_pattern_free(&p, NULL);
     return 0;

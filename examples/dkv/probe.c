@@ -110,9 +110,7 @@ int command_probe(int argc, char **argv) {
     if (argc) usage("what is '%s'? see dkv probe --help", argv[0]);
     if (!o.model_path) usage("which model? give -m MODEL.gguf");
     if (!output && !dry_run) usage("where to? give -o S.dks");
-    if (!dry_run) check_writable(output);
-    if (!dry_run && resume && same_file(output, resume))
-        usage("-o and --resume name the same file, %s; give another", output);
+    if (!dry_run) check_writable(output), check_apart(output, "--resume", resume);
     if (resume) check_writable(resume);
     exams x;
     open_exams(&x, &o);

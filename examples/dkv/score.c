@@ -184,7 +184,7 @@ static void lengths_of(const dkv_pattern *p, const char *path) {
     if (o.T_c < 0 && reach < ends + o.W)
         fail("%s reaches %lld tokens; sink, recent and one bin are %lld", path, (long long)reach,
              (long long)(ends + o.W));
-    if (o.T_c < 0) o.T_c = ends + (reach - ends) / o.W * o.W;
+    if (o.T_c < 0) o.T_c = whole_bins(&o, reach);
 }
 
 /* Patterns of a list between commas, which is cut into their paths. */

@@ -213,12 +213,17 @@ void check_writable(const char *path) {
     if (replaceable(path) ? !can_replace(path) : there ? access(path, W_OK) : !creatable(path)) cannot_write(path);
 }
 
-bool same_file(const char *a, const char *b) {
+/* Two names of one file, whether it is there or not. */
+static bool same_file(const char *a, const char *b) {
     char *x = folder_of(a), *y = folder_of(b);
     const bool same = x && y && !strcmp(x, y) && !strcmp(base_name(a), base_name(b));
     free(x);
     free(y);
     return same;
+}
+
+void check_apart(const char *path, const char *option, const char *other) {
+    if (other && same_file(path, other)) usage("-o and %s name the same file, %s; give another", option, path);
 }
 
 void write_file(const char *path, const void *data, size_t bytes) {

@@ -50,7 +50,8 @@ char *read_text(const char *path);                  /* the same, without zeros i
 /* PATH.tmp, renamed: a failure loses nothing. A device, a pipe or what a symbolic link leads to is written in place. */
 void write_file(const char *path, const void *data, size_t bytes);
 void check_writable(const char *path);              /* fails where write_file would, before long work */
-bool same_file(const char *a, const char *b);       /* two names of one, whether it is there or not */
+/* usage fails where path, of -o, is the file of another option, too; other: its value, or NULL. */
+void check_apart(const char *path, const char *option, const char *other);
 void load_pattern(dkv_pattern *out, const char *path);
 const char *base_name(const char *path);
 

@@ -116,8 +116,8 @@ static void check_outputs(void) {
     for (int64_t i = 0; i < n_rhos && !dry_run; i++) {
         char *name = output_name(rhos[i]);
         check_writable(name);
-        if (resume && same_file(name, resume)) usage("-o and --resume name the same file, %s; give another", name);
-        if (scores_path && same_file(name, scores_path)) usage("-o and -s name the same file, %s; give another", name);
+        check_apart(name, "--resume", resume);
+        check_apart(name, "-s", scores_path);
         free(name);
     }
     if (resume) check_writable(resume);
