@@ -268,6 +268,7 @@ bool is_whole(const dkv_tensor &t) {
     return ((uintptr_t)t.data | (uintptr_t)t.stride_token | (uintptr_t)t.stride_head | (uintptr_t)t.stride_dim) %
            (uintptr_t)type_bytes(t.type) == 0;
 }
+bool is_whole(const dkv_segment &s) { return s.packed || s.n == 0 || (is_whole(s.k) && is_whole(s.v)); }
 
 /* ---- host ---- */
 
@@ -2238,9 +2239,7 @@ dkv_result check_attention(Batch *b, const dkv_attention &a) {
         }
     }
     if ((int64_t)(a.H / a.Hkv) * a.N_q > 1 << 30) return DKV_ERR_SHAPE;
-    if (!is_empty(a.tail) && (!is_whole(a.tail.k) || !is_whole(a.tail.v))) return DKV_ERR_ALIGN;
-    if (!a.context.packed && !is_empty(a.context) && (!is_whole(a.context.k) || !is_whole(a.context.v)))
-        return DKV_ERR_ALIGN;
+    if (!is_whole(a.context) || !is_whole(a.tail)) return DKV_ERR_ALIGN;
     if (!none) b->type = type; /* no key: of any type */
     int d = most(a.d_k, a.d_v);
     b->d = most(b->d, d <= 64 ? 64 : d <= 128 ? 128 : 256);
